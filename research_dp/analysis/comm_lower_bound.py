@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.distributed import matrices
+from research_dp.distributed.codecs import Codec
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
 from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import STACK, TABLE, LeafSharding, unit_kind, unit_of
@@ -69,28 +70,43 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
             width if dtype is None else min(widest, jnp.dtype(dtype).itemsize) for dtype in dtypes
         )
         is_stacked = unit_kind(param.path, spec.model.units) == STACK
-        offered = {"devices": dict(mesh.shape), "stacked": is_stacked}
+        offered = {"devices": dict(mesh.shape), "stacked": is_stacked, "sharding": param}
+        of_row, of_row_grad = gather, scatter  # not encoded
         gather = _own(config.gather, param, offered) or gather
         own = _own(config.sync, param, offered)
-        sync = own or sync
-        reduced = 2 * size * sync  # a ring all-reduce sends everything twice
+        sync = across = last = own or sync
+        codecs = config.compression
+        if codecs and codecs.takes(param):
+            gather = _rate(codecs.gather, gather)
+            scatter, sync = (_rate(codecs.sync, x) for x in (scatter, sync))
+            across = _rate(codecs.across, sync)
+            # The mean is encoded once more, by the codec of the last sum, and gathered.
+            last = _rate(codecs.across or codecs.sync, last)
+            width = _rate(codecs.update, width)
+        reduced = size * (across + last)  # a ring all-reduce sends everything twice
         if param.dim is not None:
             unit = _unit(param.path, spec.model.units)
             full, lookups, rows = (uses[unit, how] for how in _USES) if per_use else (1, 0, 0)
             # A lookup gathers once: its gradient does not need the table.
             gathers = full * (2 if regather else 1) + lookups
             communicated = size * (gathers * gather + (full + lookups) * scatter)
-            row = param.shape[-1] * (gather + scatter) + shards * _INDEX_BYTES
+            row = param.shape[-1] * (of_row + of_row_grad) + shards * _INDEX_BYTES
             total += passes * _ring(communicated + rows * row, shards)
             if update.axis_size > param.axis_size:  # scattered, and gathered once it is updated
-                reduced = size * (syncs * sync + width) / syncs
+                reduced = size * (syncs * across + width) / syncs
             total += syncs * _ring(reduced / shards, replicas)
         elif update.dim is not None:
             total += _ring(size * (syncs * (2 * own or sync) + width), shards)
             total += syncs * _ring(reduced / shards, replicas)
         else:
-            total += syncs * _ring(reduced, shards * replicas)
+            total += syncs * (_ring(size * sync, shards) + _ring(size * across / shards, replicas))
+            total += syncs * _ring(size * last, shards * replicas)
     return total
+
+
+def _rate(codec: Codec | None, otherwise: float) -> float:
+    """Bytes an element, scales included."""
+    return codec.nbytes(codec.block) / codec.block if codec else otherwise
 
 
 def _own(slot: Any, param: LeafSharding, offered: Mapping[str, Any]) -> float:

@@ -107,6 +107,8 @@ def show(config: load.Config, strategy: Strategy) -> None:
     for name, value in {**_tuned(strategy), **strategy.choices}.items():
         put(f"Chosen for these devices: {name} = {value}")
     put("", sharding_table.parameter_table(strategy))
+    if text := sharding_table.encoded_text(strategy):
+        put(text)
     put(state_table(strategy), collectives_table(strategy))
 
 

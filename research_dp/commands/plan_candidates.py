@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +42,8 @@ def of(strategies: Sequence[str], place: str = "--strategies") -> list[Candidate
     A name is 'fsdp', 'my/own.gin', 'fsdp+h100+bf16_collectives' or 'all'. Messages begin with
     `place`.
     """
-    shipped = [Path(file).stem for file in parser.shipped() if file.startswith("strategies/")]
+    # Those of the folder alone: what compresses computes something else, and is asked for by name.
+    shipped = [Path(file).stem for file in parser.shipped() if re.match("strategies/[^/]*$", file)]
     candidates: dict[str, Candidate] = {}
     texts = filter(None, map(str.strip, strategies))
     for name in (n for text in texts for n in (shipped if text == "all" else [text])):

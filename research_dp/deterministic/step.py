@@ -126,6 +126,7 @@ class DeterministicStep(Step):
     ) -> tuple[PyTree, PyTree, Sums, PyTree]:
         params, scatter = jax.vjp(self.units().gather_all, state.params)
         _check_wide(params)
+        params = self._fenced(params, state)
 
         def of_shard(params: PyTree, shard: PlacedBatch) -> tuple[PyTree, PyTree]:
             loss = self.loss_of(state, state.model_state, shard, Units())
@@ -137,7 +138,7 @@ class DeterministicStep(Step):
         return grads, state.model_state, sums, state.slots
 
     def evaluate(self, state: TrainState, examples: Mapping[str, jax.Array]) -> Sums:
-        params = self.units().gather_all(state.params)
+        params = self._fenced(self.units().gather_all(state.params), state)
         rows = self.spec.batch_size // self._reduction.logical_shards
 
         def of_shard(params: PyTree, part: PyTree) -> Sums:
@@ -147,6 +148,10 @@ class DeterministicStep(Step):
         return self.sum_metrics(
             sum_over_logical_shards(of_shard, params, parts, state.step, self._reduction)
         )
+
+    def _fenced(self, params: PyTree, state: TrainState) -> PyTree:
+        """Gathered parameters; those that a codec decodes are products with scales."""
+        return fence(params, unknown_zero(state.step)) if self.config.compression else params
 
     def norm(self, grads: PyTree, slices: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         shards = self._reduction.logical_shards

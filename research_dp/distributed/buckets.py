@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,36 @@ from jax import lax
 from research_dp import argument_types as types
 from research_dp.argument_checks import checked
 from research_dp.distributed import collectives
-from research_dp.distributed.collectives import PLAIN, Axes, Reduction, Wire, flat_axes
+from research_dp.distributed.collectives import (
+    PLAIN,
+    Axes,
+    Reduction,
+    Wire,
+    axes_size,
+    flat_axes,
+)
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import LeafSharding, fitted, shardings_like
 from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
 
-Move = Callable[[jax.Array], jax.Array]  # rows (r, k) -> (any, k)
+# Rows (r, k) -> (any, k); of a `Wire` with codecs also what was lost, (r, k).
+Move = Callable[[jax.Array], tuple[jax.Array, ...]]
 Reshape = Callable[[jax.Array, LeafSharding], jax.Array]
+
+
+class Encoded(NamedTuple):
+    """What a `Wire` with codecs makes of an array, in place of the mean."""
+
+    mean: jax.Array
+    lost: jax.Array  # float32, of this device's own array
+
+
+def is_encoded(x: Any) -> bool:
+    """Whether it is a leaf of a tree of these."""
+    return isinstance(x, Encoded)
+
 
 # In one array: XLA's time grows faster than the number of slices of an array, and it combines
 # all-reduces itself. Measured: experiments/plan/leaves.py.
@@ -52,7 +73,7 @@ def make_buckets(sizes: Sequence[tuple[Hashable, int]], bucket_bytes: int) -> li
 
 def _in_buckets(
     rows: Sequence[jax.Array], sizes: Sequence[int], bucket_bytes: int, move: Move
-) -> list[jax.Array]:
+) -> list[tuple[jax.Array, ...]]:
     """Applies `move` to arrays (r, k_i) concatenated along dim 1, and cuts the result apart.
 
     Those of one bucket have the same dtype, and vary over the same axes. `sizes` has the elements
@@ -68,8 +89,9 @@ def _in_buckets(
         for i in range(0, len(bucket), _MOST_ARRAYS)
     ]
     for bucket in buckets:
-        joined = move(jnp.concatenate([rows[i] for i in bucket], axis=1))
-        parts = lax.split(joined, [rows[i].shape[1] for i in bucket], axis=1)
+        widths = [rows[i].shape[1] for i in bucket]
+        results = move(jnp.concatenate([rows[i] for i in bucket], axis=1))
+        parts = zip(*(lax.split(x, widths, axis=1) for x in results), strict=True)
         for i, part in zip(bucket, parts, strict=True):
             moved[i] = part
     return moved
@@ -90,7 +112,7 @@ def all_mean_tree(
 
 
 def mean_tree(tree: PyTree, axes: Axes, wire: Wire) -> PyTree:
-    """As `all_mean_tree`."""
+    """As `all_mean_tree`; a `wire` with codecs gives an `Encoded` for each."""
     leaves, treedef = jax.tree.flatten(tree)
     moved = _in_buckets(
         [x.reshape(1, -1) for x in leaves],
@@ -98,13 +120,14 @@ def mean_tree(tree: PyTree, axes: Axes, wire: Wire) -> PyTree:
         wire.bucket_bytes,
         lambda rows: _mean_where_varying(rows, axes, wire),
     )
-    means = [m.reshape(x.shape) for m, x in zip(moved, leaves, strict=True)]
-    return jax.tree.unflatten(treedef, means)
+    shaped = ([y.reshape(x.shape) for y in m] for m, x in zip(moved, leaves, strict=True))
+    return jax.tree.unflatten(treedef, [Encoded(*m) if wire.encodes else m[0] for m in shaped])
 
 
-def _mean_where_varying(x: jax.Array, axes: Axes, wire: Wire) -> jax.Array:
+def _mean_where_varying(x: jax.Array, axes: Axes, wire: Wire) -> tuple[jax.Array, ...]:
     """The mean, skipping axes along which the value is already replicated."""
-    return wire.all_mean(x, tuple(axis for axis in axes if not is_replicated(x, axis)))
+    axes = tuple(axis for axis in axes if not is_replicated(x, axis))
+    return wire.mean_and_loss(x, axes) if wire.encodes else (wire.all_mean(x, axes),)
 
 
 @checked
@@ -138,19 +161,26 @@ def scatter_mean_tree(
 def shards_of_mean(
     tree: PyTree, layout: PyTree, axes: Axes, wire: Wire, replica_axes: Axes = ()
 ) -> PyTree:
-    """As `scatter_mean_tree`."""
+    """As `scatter_mean_tree`; a `wire` with codecs gives an `Encoded` for each that is sharded."""
 
-    def move(rows: jax.Array) -> jax.Array:
+    def move(rows: jax.Array) -> tuple[jax.Array, ...]:
         # Each mean divides by the size of the axes that it sums over: together, once by each.
+        if wire.encodes:
+            block, lost = wire.shard_and_loss(rows, 0, axes)
+            mean, later = wire.mean_and_loss(block, replica_axes)
+            own = later[0] * axes_size(axes)
+            return mean, collectives.added_to_row(lost, lax.axis_index(axes), own)
         if all(is_replicated(rows, name) for name in axes):
             block = collectives.shard(rows, 0, axes)  # the mean of equal values is that value
         else:
             block = wire.scatter_mean(rows, 0, axes)
         return _mean_where_varying(block, replica_axes, wire)
 
-    return _sharded_leaves(
-        tree, layout, axes, wire.bucket_bytes, _to_rows, move, lambda x, p: x.reshape(p.local_shape)
-    )
+    def from_rows(moved: tuple[jax.Array, ...], p: LeafSharding) -> Any:
+        mean = moved[0].reshape(p.local_shape)
+        return Encoded(mean, _from_rows(moved[1], p)) if wire.encodes else mean
+
+    return _sharded_leaves(tree, layout, axes, wire.bucket_bytes, _to_rows, move, from_rows)
 
 
 @checked
@@ -186,8 +216,8 @@ def gathered(
     shardings, old = jax.tree.leaves(layout), jax.tree.leaves(into)
     bucket_bytes = wire.bucket_bytes
 
-    def move(rows: jax.Array) -> jax.Array:
-        return collectives.gather(rows, 0, axes, wire.reduction, replicated=replicated)
+    def move(rows: jax.Array) -> tuple[jax.Array]:
+        return (collectives.gather(rows, 0, axes, wire.reduction, replicated=replicated),)
 
     # Stacks of arrays that are sharded along their first dim; each fills a bucket alone.
     stacks = [
@@ -196,7 +226,9 @@ def gathered(
         if old and p.dim == 1 and len(p.shape) > 2 and not p.flat and p.nbytes >= bucket_bytes > 0
     ]
     full = _sharded_leaves(
-        tree, layout, axes, bucket_bytes, lambda x, p: x.reshape(1, -1), move, _from_rows, stacks
+        *(tree, layout, axes, bucket_bytes, lambda x, p: x.reshape(1, -1), move),
+        lambda moved, p: _from_rows(moved[0], p),
+        stacks,
     )
     leaves, treedef = jax.tree.flatten(full)
     for i in stacks:
@@ -239,7 +271,7 @@ def _sharded_leaves(
     bucket_bytes: int,
     to_rows: Reshape,
     move: Move,
-    from_rows: Reshape,
+    from_rows: Callable[[tuple[jax.Array, ...], LeafSharding], Any],
     skip: Sequence[int] = (),
 ) -> PyTree:
     """Applies `move` to the sharded leaves, as rows and in buckets; to none at indices `skip`."""

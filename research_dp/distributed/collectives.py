@@ -19,6 +19,8 @@ from jax import lax
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Array, AxisName, AxisNames, Count, Dtype
+from research_dp.distributed.codecs import Codec, uniform
+from research_dp.distributed.mesh import DATA_AXIS
 from research_dp.distributed.vma import as_varying, is_tracked
 from research_dp.errors import UsageError
 
@@ -75,15 +77,21 @@ def _all_gather(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
     return lax.all_gather(x, axis, axis=dim, tiled=True, to=to)
 
 
+def _all_to_all(x: jax.Array, axis: str) -> jax.Array:
+    return lax.all_to_all(as_varying(x, (axis,)), axis, 0, 0, tiled=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """The three collectives of a strategy, which only sum and concatenate: callers divide, once.
+    """The collectives of a strategy, which only sum and concatenate: callers divide, once.
 
     Attributes:
         all_reduce: (array, axis names) -> the sum over the axes, on every device.
         reduce_scatter: (array, axis name, dim) -> this device's block, along dim, of the sum.
         all_gather: (array, axis name, dim, to) -> the devices' blocks along dim, in their order;
             `to` as in `jax.lax.all_gather`.
+        all_to_all: (array (devices, ...), axis name) -> the entries for this device, of the same
+            shape, in the order of their senders.
         exchanges_rows: Whether rows that are looked up in a sharded table may be exchanged by
             all-to-all, which sends less than gathering the table. Devices then add their gradients
             in an order of their own.
@@ -93,6 +101,7 @@ class Reduction:
     all_reduce: Callable[[jax.Array, Axes], jax.Array]
     reduce_scatter: Callable[[jax.Array, str, int], jax.Array]
     all_gather: Callable[[jax.Array, str, int, str], jax.Array] = _all_gather
+    all_to_all: Callable[[jax.Array, str], jax.Array] = _all_to_all
     exchanges_rows: bool = False
     exact_step: type[Any] | None = None
     # Number of parts into which exact sums cut the global batch; None: sums are not exact.
@@ -205,12 +214,29 @@ class Wire:
         pre_divide: Whether they are divided before they are summed, so that a sum in float16 stays
             below 65504, at the price of losing small ones. Otherwise as `jax.lax.pmean` does.
         bucket_bytes: Bytes of several arrays that are sent together; <= 0: each array alone.
+        codec: What addends are encoded by; they are added in float32 where they are decoded.
+        across: The same, over axis `data` alone, in place of `codec`.
+        key: Of what codecs draw; None: they draw nothing.
+        feedback: Whether somebody keeps what encoding loses.
     """
 
     reduction: Reduction = PLAIN
     dtype: Any = None
     pre_divide: bool = False
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    codec: Codec | None = None
+    across: Codec | None = None
+    key: jax.Array | None = None
+    feedback: bool = False
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it has codecs."""
+        return bool(self.codec or self.across)
+
+    def codec_over(self, axis: str) -> Codec | None:
+        """What addends are encoded by that are summed over an axis."""
+        return self.across if axis == DATA_AXIS and self.across else self.codec
 
     def cast(self, x: jax.Array, own: Any) -> jax.Array:
         """`x` as it is sent, where it stands for an array of dtype `own`."""
@@ -220,10 +246,14 @@ class Wire:
         """The mean over bound axes, on every device, in x's dtype; of integers in float32."""
         if not axes:
             return x
+        if self.encodes:
+            return self.mean_and_loss(x, axes)[0]
         return self._mean(x, axes, lambda sent: self.reduction.all_reduce(sent, axes))
 
     def scatter_mean(self, x: jax.Array, dim: int, axes: Axes) -> jax.Array:
         """This device's block, along `dim`, of the mean over bound axes; else as `all_mean`."""
+        if any(map(self.codec_over, axes)):
+            return self.shard_and_loss(x, dim, axes)[0]
 
         def add(sent: jax.Array) -> jax.Array:
             for name in axes:  # sums over one axis after the other; `_mean` divides, once
@@ -239,6 +269,108 @@ class Wire:
         sent = self.cast(x, result)  # integers too, whose sums would overflow
         mean = add(sent / devices) if self.pre_divide else add(sent) / devices
         return mean.astype(result)
+
+    # With codecs. What a device's encoding loses is in the unit of its addend: the mean of the
+    # addends is the mean that was received and the mean of the losses, over all devices.
+
+    def mean_and_loss(self, x: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
+        """(`all_mean`, float32 what encoding loses of this device's `x`).
+
+        Summed over the axes from the last to the first, each device a part; the mean of a part is
+        encoded once, by the codec of the sums before it, and gathered as bytes.
+        """
+        axes = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+        codec = next(filter(None, map(self.codec_over, axes)), None)
+        if codec is None:
+            mean = self._mean(x, axes, lambda sent: self.reduction.all_reduce(sent, axes))
+            return mean if axes else x, jnp.zeros(x.shape, jnp.float32)
+        devices = axes_size(axes)
+        flat = _padded(x.astype(jnp.float32).reshape(-1), devices * codec.block)
+
+        def received(total: jax.Array) -> tuple[jax.Array, jax.Array]:
+            mean = total / devices  # of sums over all `axes`, once
+            sent, lost = self._encoded(mean.reshape(1, -1), codec, axes)
+            for name in axes:
+                sent = self.reduction.all_gather(sent, name, 1, "varying")
+            return codec.decode(sent).reshape(-1), lost[0] * devices
+
+        mean, lost = self._summed(flat, axes, received)
+        cut = (a[: x.size].reshape(x.shape) for a in (mean, lost))
+        return next(cut).astype(x.dtype), next(cut)
+
+    def shard_and_loss(self, x: jax.Array, dim: int, axes: Axes) -> tuple[jax.Array, jax.Array]:
+        """(`scatter_mean`, float32 what encoding loses of this device's `x`)."""
+        devices = axes_size(axes)
+        block = (*x.shape[:dim], x.shape[dim] // devices, *x.shape[dim + 1 :])
+        # Blocks in the order of devices, that is of `axes`: `_summed` takes the last one first.
+        split = x.reshape(*x.shape[:dim], devices, *block[dim:])
+        rows = jnp.moveaxis(split, dim, 0).astype(jnp.float32)
+
+        def own(total: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return total / devices, jnp.zeros_like(total)  # of sums over all `axes`, once
+
+        order = tuple(reversed(axes))  # the first axis first: it is cut first
+        mean, lost = self._summed(rows.reshape(-1), order, own)
+        lost = jnp.moveaxis(lost.reshape(devices, *block), 0, dim).reshape(x.shape)
+        return mean.reshape(block).astype(x.dtype), lost
+
+    def _summed(
+        self,
+        x: jax.Array,
+        axes: Axes,
+        then: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    ) -> tuple[jax.Array, jax.Array]:
+        """(what `then` makes of this device's part of the sum over axes, what is lost of `x`).
+
+        `x` is flat; over the last axis first. `then` returns what is lost of its part too.
+        """
+        if not axes:
+            return then(x)
+        *others, axis = axes
+        rows, codec = x.reshape(lax.axis_size(axis), -1), self.codec_over(axis)
+        if codec is None:
+            total = self.reduction.reduce_scatter(self.cast(rows, rows.dtype), axis, 0)
+            total, lost = total.reshape(-1).astype(x.dtype), jnp.zeros_like(rows)
+        else:
+            sent, lost = self._encoded(rows, codec, (axis,))
+            # Each device adds what it decodes; whoever calls divides, once.
+            received = codec.decode(self.reduction.all_to_all(sent, axis)).reshape(len(rows), -1)
+            total = _added(received[:, : rows.shape[1]])
+        result, later = self._summed(total, tuple(others), then)
+        return result, added_to_row(lost, lax.axis_index(axis), later).reshape(-1)
+
+    def _encoded(self, rows: jax.Array, codec: Codec, axes: Axes) -> tuple[jax.Array, jax.Array]:
+        """Rows (n, k), padded: (their bytes (n, blocks, bytes), what is lost of them)."""
+        blocks = _padded(rows, codec.block).reshape(len(rows), -1, codec.block)
+        draws = None
+        if codec.rounding == "stochastic":
+            if self.key is None:
+                raise UsageError("a codec that rounds stochastically needs a key of the step.")
+            index = lax.iota(jnp.uint32, blocks.size).reshape(blocks.shape)
+            # Each device draws its own, so that what they lose is not the same.
+            draws = uniform(jax.random.fold_in(self.key, lax.axis_index(axes)), index)
+        sent = codec.encode(blocks, draws=draws)
+        lost = blocks - codec.decode(sent)
+        if self.feedback:  # computed first: `blocks` then take no memory while bytes travel
+            sent, lost = lax.optimization_barrier((sent, lost))
+        return sent, lost.reshape(len(rows), -1)[:, : rows.shape[1]]
+
+
+def added_to_row(rows: jax.Array, number: jax.Array, row: jax.Array) -> jax.Array:
+    """The same rows, with another one added to one of them, in place."""
+    own = lax.dynamic_index_in_dim(rows, number, keepdims=False)
+    return lax.dynamic_update_index_in_dim(rows, own + row, number, 0)
+
+
+def _added(rows: jax.Array) -> jax.Array:
+    """The sum of rows, in their order where there are few: compilers choose another for `sum`."""
+    return functools.reduce(jnp.add, rows) if len(rows) <= 64 else jnp.sum(rows, 0)
+
+
+def _padded(x: jax.Array, multiple: int) -> jax.Array:
+    """Zeros after the last dim, up to a multiple."""
+    missing = -x.shape[-1] % multiple
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 @checked

@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Array, AxisName, Dtype
-from research_dp.distributed import collectives
+from research_dp.distributed import collectives, encoded
 from research_dp.distributed.buckets import gathered, shards_of_mean
+from research_dp.distributed.codecs import Codec
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, Wire, cast_dtype, flat_axes
 from research_dp.distributed.mesh import target_platform
 from research_dp.distributed.sharding import LeafSharding
@@ -125,21 +126,36 @@ class GatherOptions(NamedTuple):
     """How an array is gathered over `axis`, and how its gradient comes back.
 
     `gather_dtype` is that of the gathered array; None: its own (`cast_dtype`). `wire` is that of
-    gradients, and its collectives and buckets are those of the gather too.
+    gradients, and its collectives and buckets are those of the gather too. `codec` encodes what is
+    gathered, an array of `shape` in all.
     """
 
     dim: int
     axis: str | Axes
     gather_dtype: Any = None
     wire: Wire = Wire()
+    codec: Codec | None = None
+    shape: tuple[int, ...] = ()
+
+    def rounded(self, x: jax.Array) -> jax.Array:
+        """A shard as other devices decode it; itself without a codec."""
+        if self.codec is None:
+            return x
+        axes = flat_axes(self.axis)
+        own = encoded.gather(x, self.dim, axes, self.codec, self.shape, moves=False)
+        return own.astype(x.dtype)
 
     def differentiable(self, dtype: Any) -> Callable[[jax.Array], jax.Array]:
         """The gather of a shard of this dtype; its gradient is this device's shard of the mean."""
         dim, axes, wire = self.dim, flat_axes(self.axis), self.wire
 
         def forward(x: jax.Array) -> jax.Array:
-            sent = x.astype(cast_dtype(dtype, self.gather_dtype))
-            return checkpoint_name(collectives.gather(sent, dim, axes, wire.reduction), GATHERED)
+            full_dtype = cast_dtype(dtype, self.gather_dtype)
+            if self.codec:
+                full = encoded.gather(x, dim, axes, self.codec, self.shape, wire.reduction)
+            else:
+                full = collectives.gather(x.astype(full_dtype), dim, axes, wire.reduction)
+            return checkpoint_name(full.astype(full_dtype), GATHERED)
 
         def backward(g: jax.Array) -> jax.Array:
             # `scatter_mean` sums over `axis` and divides by its size; nobody else does.

@@ -6,6 +6,7 @@ behaviour are those of xlstm-jax; what is added is keyword-only.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from research_dp import argument_types as types
 from research_dp.argument_checks import checked
 from research_dp.distributed import boxed, collectives, sharding
 from research_dp.distributed.boxed import names_of, value_of
+from research_dp.distributed.codecs import Encoding
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
 from research_dp.distributed.differentiable_gather import (
     GatherOptions,
@@ -187,8 +189,8 @@ def gather_shards(
     return gather_tree_with_mean_grads(arrays, shardings, options)
 
 
-@gin.register(module="distributed", denylist=["rows", "mesh"])
-@takes("reduction", "rows", "mesh")
+@gin.register(module="distributed", denylist=["rows", "mesh", "encoding"])
+@takes("reduction", "rows", "mesh", "encoding")
 @checked
 @jax.named_scope("gather_params")
 def gather_params(
@@ -202,6 +204,7 @@ def gather_params(
     reduction: Reduction = PLAIN,
     rows: types.Indices | None = None,
     mesh: Mesh | None = None,
+    encoding: Encoding | None = None,
 ) -> PyTree:
     """Gathers the parameters that are sharded over a mesh axis; gradients come back as shards.
 
@@ -224,6 +227,7 @@ def gather_params(
         rows: Row indices: only these rows of feature-sharded tables are returned.
         mesh: Of global arrays, under `jit`: the compiler gathers over this mesh. It forms buckets
             by itself, and sums gradients in the gathered dtype, of losses that are divided before.
+        encoding: Codecs of what is sent, and the parameters that they take, replicated ones too.
     """
     axis_name = boxed.as_name(axis_name)
     if mesh is None:
@@ -237,6 +241,8 @@ def gather_params(
     wire = collectives.Wire(reduction, grad_scatter_dtype, pre_divide, bucket_bytes)
     options = GatherOptions(0, axis_name, gather_dtype, wire)
     leaves, shards = boxed.leaves_with_paths(params), {}
+    by_codec = _encoded_gathers(encoding, options, len(leaves))
+    result = [leaf for _, leaf in leaves]
     for i, (path, leaf) in enumerate(leaves):
         if axis_name in names_of(leaf):
             x, dim = value_of(leaf), names_of(leaf).index(axis_name)
@@ -244,16 +250,38 @@ def gather_params(
                 problem = f"an array of shape {np.shape(x)} has no dim {dim}."
                 raise UsageError(f"{path}: gather over {axis_name!r}: {problem}")
             shards[i] = x, dim
+        elif (here := by_codec[i]) and here.codec:
+            result[i] = here._replace(axis=()).differentiable(leaf.dtype)(leaf)
     if mesh is None:
-        full = gather_shards(list(shards.values()), options, rows)
+        plain = [i for i in shards if by_codec[i] is None]
+        gathered = gather_shards([shards[i] for i in plain], options, rows)
+        full = dict(zip(plain, gathered, strict=True))
+        for i in shards.keys() - full.keys():
+            (full[i],) = gather_shards([shards[i]], by_codec[i] or options, rows)
     else:
-        full = [
-            gather_by_compiler(x, options._replace(dim=dim), mesh) for x, dim in shards.values()
-        ]
-    result = [leaf for _, leaf in leaves]
-    for (i, (_, dim)), x in zip(shards.items(), full, strict=True):
-        result[i] = boxed.with_name(result[i], x, dim, None)
+        full = {
+            i: gather_by_compiler(x, options._replace(dim=dim), mesh)
+            for i, (x, dim) in shards.items()
+        }
+    for i, (_, dim) in shards.items():
+        result[i] = boxed.with_name(result[i], full[i], dim, None)
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=boxed.is_box), result)
+
+
+def _encoded_gathers(
+    encoding: Encoding | None, options: GatherOptions, count: int
+) -> list[GatherOptions | None]:
+    """How each parameter is gathered, and its gradient scattered, by codecs; None: by none."""
+    if encoding is None:
+        return [None] * count
+    codecs, found = encoding.compression, list[GatherOptions | None]()
+    for p in jax.tree.leaves(encoding.shardings):
+        takes = codecs.takes(p)
+        wire = dataclasses.replace(encoding.on(options.wire), bucket_bytes=0)
+        shape = p.shape if p.parts == 1 else p.split_shape
+        own = options._replace(wire=wire, codec=codecs.gather, shape=shape)
+        found.append(own if takes and (codecs.gather or codecs.sync) else None)
+    return found
 
 
 class ShardingRow(NamedTuple):

@@ -13,6 +13,7 @@ import numpy as np
 from research_dp.argument_checks import checked
 from research_dp.argument_types import AxisNames, Dtype, Number, Numbers
 from research_dp.distributed import boxed, buckets
+from research_dp.distributed.codecs import Encoding
 from research_dp.distributed.collectives import (
     DEFAULT_BUCKET_BYTES,
     PLAIN,
@@ -35,8 +36,8 @@ from research_dp.types import PyTree
 _AVERAGED: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDictionary()
 
 
-@gin.register(module="distributed")
-@takes("reduction")
+@gin.register(module="distributed", denylist=["encoding"])
+@takes("reduction", "encoding")
 @checked
 @jax.named_scope("sync_gradients")
 def sync_gradients(
@@ -48,6 +49,7 @@ def sync_gradients(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     loss: Number | None = None,
     reduction: Reduction = PLAIN,
+    encoding: Encoding | None = None,
 ) -> PyTree:
     """Averages gradients over the mesh axes that their parameters are replicated on.
 
@@ -66,6 +68,7 @@ def sync_gradients(
             split over it: then autodiff has not summed gradients over that axis, and nothing is
             divided. To be given under `check_vma=True`, unless parameters vary along the axes.
         reduction: The collectives.
+        encoding: Codecs of what is sent, and the gradients that they take.
 
     Returns:
         The same tree, dtypes kept (integers become float32); boxes keep names, type and mesh.
@@ -81,20 +84,26 @@ def sync_gradients(
     loss_axes = averaged_axes(loss, axes)
     wire = Wire(reduction, dtype, pre_divide, bucket_bytes)
     leaves = boxed.leaves_with_paths(grads)
+    taken = encoding.taken if encoding else [False] * len(leaves)
     synced = [leaf for _, leaf in leaves]
-    # (index, gradient, axes it is a mean over in the end), by the axes left to average over.
-    pending: dict[Axes, list[tuple[int, jax.Array, Axes]]] = {}
+    # (index, gradient, axes it is a mean over in the end), by the axes left to average over, and
+    # whether it is encoded.
+    pending: dict[tuple[Axes, bool], list[tuple[int, jax.Array, Axes]]] = {}
     for index, (path, leaf) in enumerate(leaves):
         gradient, sharded_over = boxed.value_of(leaf), boxed.split_over(leaf)
         over = tuple(axis for axis in axes if axis not in (*sharded_over, *(loss_axes or ())))
         local, left = local_gradient(path, gradient, over, loss_axes, wire, sharded_over)
         if left:
-            pending.setdefault(left, []).append((index, local, over))
+            pending.setdefault((left, taken[index]), []).append((index, local, over))
         elif over:
             synced[index] = boxed.with_value(leaf, _mark_averaged(local, over, left, gradient))
-    for left, group in sorted(pending.items(), key=lambda item: len(item[0]), reverse=True):
-        # One all-reduce a bucket sums; `wire` divides, once, by the size of `left`.
-        means = buckets.mean_tree([local for _, local, _ in group], left, wire)
+    for (left, is_taken), group in sorted(pending.items(), key=lambda item: -len(item[0][0])):
+        local_ones = [local for _, local, _ in group]
+        if encoding and is_taken:
+            numbers = [index for index, *_ in group]
+            means = encoding.kept(numbers, buckets.mean_tree(local_ones, left, encoding.on(wire)))
+        else:  # one all-reduce a bucket sums; `wire` divides, once, by the size of `left`
+            means = buckets.mean_tree(local_ones, left, wire)
         for (index, _, over), mean in zip(group, means, strict=True):
             leaf = synced[index]
             _mark_averaged(mean, over, left, boxed.value_of(leaf))
@@ -187,8 +196,8 @@ def sum_gradients(gradients: PyTree, axes: Axes, loss: jax.Array | None) -> PyTr
     return jax.tree.map(one, gradients)
 
 
-@gin.register(module="distributed", denylist=["shardings"])
-@takes("reduction", "shardings")
+@gin.register(module="distributed", denylist=["shardings", "encoding"])
+@takes("reduction", "shardings", "encoding")
 @checked
 def scatter_gradients(
     grads: Numbers,
@@ -199,6 +208,7 @@ def scatter_gradients(
     pre_divide: bool = False,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     reduction: Reduction = PLAIN,
+    encoding: Encoding | None = None,
 ) -> PyTree:
     """Reduce-scatters gradients: each device gets its shard of the mean.
 
@@ -214,6 +224,7 @@ def scatter_gradients(
         pre_divide: As in `sync_gradients`: divide before the sum, so that float16 cannot overflow.
         bucket_bytes: As in `sync_gradients`: the size of a collective's buckets, in bytes.
         reduction: The collectives that sum.
+        encoding: As in `sync_gradients`.
     """
     axes = flat_axes(axis_names)
     done = next((x for _, g in boxed.leaves_with_paths(grads) if (x := boxed.split_over(g))), ())
@@ -230,7 +241,18 @@ def scatter_gradients(
     # In the order by which shards are numbered.
     over = next((p.axes for p in jax.tree.leaves(parts) if p.dim is not None), ())
     wire = Wire(reduction, dtype, pre_divide, bucket_bytes)
-    return mean_shards(boxed.unboxed(grads), parts, over, axes, wire, done)
+    if encoding is None or not any(taken := encoding.taken):
+        return mean_shards(boxed.unboxed(grads), parts, over, axes, wire, done)
+    leaves, treedef = jax.tree.flatten(boxed.unboxed(grads))
+    flat, result = jax.tree.leaves(parts), list(leaves)
+    for is_taken in (True, False):
+        numbers = [i for i, one in enumerate(taken) if one is is_taken]
+        some, by = [leaves[i] for i in numbers], encoding.on(wire) if is_taken else wire
+        means = mean_shards(some, [flat[i] for i in numbers], over, axes, by, done)
+        means = encoding.kept(numbers, means) if is_taken else means
+        for i, mean in zip(numbers, means, strict=True):
+            result[i] = mean
+    return jax.tree.unflatten(treedef, result)
 
 
 def mean_shards(
@@ -238,12 +260,13 @@ def mean_shards(
 ) -> PyTree:
     """Means over `axes`: shards, by axes `fsdp`, of what is sharded; the others in full.
 
-    What is sharded is a mean over axes `done` already.
+    What is sharded is a mean over axes `done` already. A `wire` that encodes gives with each what
+    it lost.
     """
     dp = tuple(axis for axis in axes if axis not in (*fsdp, *done))
     # Each of the two divides its own leaves, once, by the sizes of the axes that it sums over.
     scattered = buckets.shards_of_mean(grads, shardings, fsdp, wire, dp)
-    leaves, treedef = jax.tree.flatten(scattered)
+    leaves, treedef = jax.tree.flatten(scattered, is_leaf=buckets.is_encoded)
     full = [i for i, p in enumerate(jax.tree.leaves(shardings)) if p.dim is None]
     means = buckets.mean_tree([leaves[i] for i in full], axes, wire)
     for i, mean in zip(full, means, strict=True):

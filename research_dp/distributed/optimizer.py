@@ -143,6 +143,31 @@ def with_master_weights(optimizer: optax.GradientTransformation) -> optax.Gradie
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@gin.register(module="strategies")
+@checked
+def sign_descent(
+    optimizer: types.Transform, learning_rate: types.Positive = 1e-3
+) -> optax.GradientTransformation:
+    """Steps of one size by the signs of gradients, however these were scaled or clipped.
+
+    A strategy's `optimizer` (signSGD; Bernstein et al., arXiv 1810.05291).
+
+    Args:
+        optimizer: The run's, which is not used.
+        learning_rate: The size of a step in each element.
+    """
+    del optimizer
+
+    def signs(grads: PyTree, params: PyTree | None) -> PyTree:
+        del params
+        return jax.tree.map(jnp.sign, grads)
+
+    return optax.chain(optax.stateless(signs), optax.scale_by_learning_rate(learning_rate))
+
+
+sign_descent.algorithm = "it is descent by signs, not the run's optimizer"
+
+
 def map_state(
     function: Callable[[Any, Any], Any],
     opt_state: PyTree,

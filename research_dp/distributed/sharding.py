@@ -186,6 +186,7 @@ class LeafSharding:
     axes: tuple[str, ...] = (FSDP_AXIS,)  # mesh axes that dim is sharded over
     multiple: int = 1  # the padded length is a multiple of this too
     parts: int = 1  # as in `ShardDecision`: `split_shape` has them along `dim`
+    stacked: bool = False  # whether dim 0 counts the layers of a stack
 
     @property
     def spec(self) -> PartitionSpec:
@@ -233,6 +234,12 @@ class LeafSharding:
     @property
     def nbytes_per_device(self) -> int:
         return math.prod(self.local_shape) * self.dtype.itemsize
+
+
+def of_one(stacked: LeafSharding) -> LeafSharding:
+    """The sharding of one layer of a stack."""
+    dim = None if stacked.dim is None else stacked.dim - 1
+    return dataclasses.replace(stacked, shape=stacked.shape[1:], dim=dim, stacked=False)
 
 
 def fitted(x: Any, shape: tuple[int, ...]) -> Any:
@@ -346,7 +353,10 @@ def infer_sharding(
             decision = padding_or_none(decision, shape[stacked:], axis_size, pads=False)
         decision = decision_in_use(decision, kind, shape[stacked:], axis_size)
         dim = None if decision.dim is None else decision.dim + stacked
-        return LeafSharding(path, shape, np.dtype(leaf.dtype), dim, decision.reason, axis_size)
+        dtype = np.dtype(leaf.dtype)
+        return LeafSharding(
+            path, shape, dtype, dim, decision.reason, axis_size, stacked=bool(stacked)
+        )
 
     return jax.tree_util.tree_map_with_path(one, tree)
 

@@ -20,7 +20,7 @@ from research_dp.distributed import collectives, differentiable_gather
 from research_dp.distributed.differentiable_gather import GatherOptions, with_gradient
 from research_dp.distributed.mesh import target_platform
 from research_dp.distributed.overlap import scan_prefetched
-from research_dp.distributed.sharding import LeafSharding, unit_of
+from research_dp.distributed.sharding import of_one, unit_of
 from research_dp.distributed.unit_order import Order
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
@@ -202,12 +202,6 @@ def _only(tree: PyTree) -> Any:
     return leaf
 
 
-def of_one(stacked: LeafSharding) -> LeafSharding:
-    """The sharding of one layer of a stack."""
-    dim = None if stacked.dim is None else stacked.dim - 1
-    return dataclasses.replace(stacked, shape=stacked.shape[1:], dim=dim)
-
-
 @jax.custom_vjp
 def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Rows (..., features) of an unsharded table; their gradients are added up in float32."""
@@ -234,13 +228,16 @@ def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) 
     that of the mean over the axis, added up in float32, whatever `reduction` says.
 
     `block` is (rows, features / devices). Results are in `gather_dtype`, gradients on the wire in
-    that of `wire`. Derivatives of higher order are exact.
+    that of `wire`. Derivatives of higher order are exact. With a codec the table is as it would be
+    gathered: rows are then sent as they are decoded.
     """
     count, dtype = block.shape[0], block.dtype
     devices = collectives.axes_size(collectives.flat_axes(options.axis))
 
     def rows(block: jax.Array, everyone: jax.Array) -> jax.Array:
-        local = block[everyone].astype(collectives.cast_dtype(dtype, options.gather_dtype))
+        local = options.rounded(block)[everyone].astype(
+            collectives.cast_dtype(dtype, options.gather_dtype)
+        )
         return lax.all_to_all(local, options.axis, 0, local.ndim - 1, tiled=True)
 
     def columns(g: jax.Array, everyone: jax.Array) -> jax.Array:

@@ -12,12 +12,14 @@ from typing import Annotated, Any, cast
 import gin
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 
 from research_dp import argument_types
 from research_dp.argument_checks import checked
 from research_dp.argument_types import AxisNames, Number, Numbers, Placeable, TracedNorm, path_name
-from research_dp.distributed import buckets, placement, sharded_optimizer, sharding
+from research_dp.distributed import buckets, encoded, placement, sharded_optimizer, sharding
+from research_dp.distributed.codecs import Codec, Encoding
 from research_dp.distributed.collectives import (
     DEFAULT_BUCKET_BYTES,
     PLAIN,
@@ -33,7 +35,7 @@ from research_dp.distributed.gradient_sync import averaged_axes, local_gradient,
 from research_dp.distributed.norms import clip_factor, norm_of_blocks
 from research_dp.distributed.optimizer import AnOptimizer
 from research_dp.distributed.sharded_optimizer import OptaxAdapter
-from research_dp.distributed.sharding import LeafSharding, by_path, shardings_like
+from research_dp.distributed.sharding import LeafSharding, by_path, of_one, shardings_like
 from research_dp.distributed.vma import bound_axes, is_tracked
 from research_dp.errors import UsageError, binding_error
 from research_dp.types import PyTree
@@ -74,8 +76,8 @@ def step_on_shards(
     return buckets.gathered(new, layout, fsdp, wire, params), norm
 
 
-@gin.register(module="distributed", denylist=["shardings", "stored", "mesh"])
-@takes("reduction", "shardings", "stored", "mesh")
+@gin.register(module="distributed", denylist=["shardings", "stored", "mesh", "encoding"])
+@takes("reduction", "shardings", "stored", "mesh", "encoding")
 @checked
 def fsdp_apply_gradients(
     gradients: Numbers,
@@ -95,6 +97,7 @@ def fsdp_apply_gradients(
     shardings: Annotated[PyTree, shardings_like("gradients")] | None = None,
     stored: Annotated[PyTree, shardings_like("gradients")] | None = None,
     mesh: Mesh | None = None,
+    encoding: Encoding | None = None,
 ) -> PyTree:
     """One optimizer step whose gradients and optimizer state are sharded over devices.
 
@@ -131,6 +134,8 @@ def fsdp_apply_gradients(
             strategy also decides `max_norm`, `loss`, `dtype`, `pre_divide` and the groups.
         stored: The `LeafSharding`s that the new parameters get; None: they are replicated.
         mesh: That of `shardings`.
+        encoding: In a strategy, the codec of changes of parameters, and the parameters that it
+            takes. Those that are updated are then the optimizer's own, which it keeps.
 
     Returns:
         The parameters, dtypes and structure kept; with `max_norm` a pair of them and the mean
@@ -160,7 +165,8 @@ def fsdp_apply_gradients(
             why = "parameters have another dtype; bind the strategy's param_dtype to it"
             _refuse({"gather_dtype": gather_dtype}, why)
         stored = sharding.replicated(shardings) if stored is None else stored
-        return _on_slices(gradients, parameters, optimizer, (shardings, stored), mesh, wire)
+        both = shardings, stored
+        return _on_slices(gradients, parameters, optimizer, both, mesh, wire, encoding)
     _refuse({"gather_dtype": gather_dtype}, "without a strategy nothing keeps wide parameters")
     fsdp, axes = _groups(fsdp_group, dp_group)
     grads = _local_gradients(gradients, by_name, loss, axes, wire)
@@ -187,6 +193,7 @@ def _on_slices(
     shardings: tuple[PyTree, PyTree],
     mesh: Mesh,
     wire: Wire,
+    encoding: Encoding | None,
 ) -> PyTree:
     """The update of global arrays, each device's own part of it, and the gathered parameters.
 
@@ -211,7 +218,20 @@ def _on_slices(
     slices = jax.tree.map(placed, parameters, shardings[0], places)
 
     def gathered(new: PyTree, old: PyTree) -> PyTree:
-        return buckets.gathered(new, parts, over, wire, old)
+        codecs = encoding.compression if encoding else None
+        if codecs is None or codecs.update is None:
+            return buckets.gathered(new, parts, over, wire, old)
+        leaves, treedef = jax.tree.flatten(new)
+        flat, before = jax.tree.leaves(parts), jax.tree.leaves(old)
+        taken = [codecs.takes(p) and p.dim is not None for p in flat]
+        plain = [i for i, one in enumerate(taken) if not one]
+        some, layout, old_ones = ([x[i] for i in plain] for x in (leaves, flat, before))
+        whole = buckets.gathered(some, layout, over, wire, old_ones)
+        full = dict(zip(plain, whole, strict=True))
+        for i, p in enumerate(flat):
+            if taken[i]:
+                full[i] = _changed(leaves[i], before[i], p, over, codecs.update, wire)
+        return jax.tree.unflatten(treedef, [full[i] for i in range(len(flat))])
 
     # Gathered as written: a compiler joins the gathers, and has memory for all at once.
     gather = jax.shard_map(
@@ -223,6 +243,28 @@ def _on_slices(
 
     new = padded(optimizer.apply_gradients(gradients, slices), shardings[0])
     return sharding.fitted_tree(gather(new, padded(parameters, shardings[1])), shardings[1])
+
+
+def _changed(
+    new: jax.Array, old: jax.Array, p: LeafSharding, over: Axes, codec: Codec, wire: Wire
+) -> jax.Array:
+    """Full parameters, to which the changes of all shards are added as the codec decodes them.
+
+    `new` is a shard, `old` in full; a stack's layers are taken one after the other.
+    """
+    assert p.dim is not None
+    if p.stacked and p.dim > 0:
+        one = of_one(p)
+
+        def layer(stack: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+            own, before = (lax.dynamic_index_in_dim(x, number, 0, False) for x in (new, stack))
+            after = _changed(own, before, one, over, codec, wire)
+            return lax.dynamic_update_index_in_dim(stack, after, number, 0), None
+
+        return lax.scan(layer, old, jnp.arange(old.shape[0]))[0]
+    change = new.astype(jnp.float32) - buckets.shard_tree(old, p, axis=over).astype(jnp.float32)
+    full = encoded.gather(change, p.dim, over, codec, p.shape, wire.reduction)
+    return (old + sharding.fitted(full, old.shape)).astype(old.dtype)
 
 
 @checked

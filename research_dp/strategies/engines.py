@@ -96,6 +96,10 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
             "data_parallel.reduction",
             ": engine 'compiled' leaves sums to the compiler; use 'mapped'.",
         )
+    if config.compression:
+        raise binding_error(
+            "data_parallel.compression", ": engine 'compiled' leaves collectives to the compiler."
+        )
     _refuse_idle(config, gathers=config.shard is not None)
     if config.gather and not slots.options_of(config.gather, {"mesh": config.mesh}):
         raise binding_error("data_parallel.gather", ": it takes no `mesh`. Bind @gather_params.")

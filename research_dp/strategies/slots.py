@@ -16,6 +16,8 @@ What else a strategy decides comes by keyword, to functions that declare it by `
         devices; `sync` with `sync_each = 'step'`.
     shardings: `LeafSharding`s of gradients and optimizer state; `sync`, `update`.
     stored: `LeafSharding`s of the parameters between steps; `sync`, `update`.
+    encoding: The codecs of what is sent, and which arrays they take (`codecs.Encoding`), if the
+        strategy has any; `gather`, `sync`, `update`.
     rows: Row indices: only these rows of a feature-sharded table are returned; `gather`.
     mesh: Over which global arrays are sharded; `update`, and `gather` in engine `compiled`.
     units, on_decision, pads: See `shard_params`; `shard`.
@@ -28,7 +30,8 @@ it is called once a step: `scale` is 1. With exact sums the unit is that of sums
 
 A `gather` or `sync` that sends something else than the elements of an array has a function
 `wire_bytes(shape, dtype)`: bytes of what is gathered or all-reduced of an array of the shape that a
-device has. It may take `devices`, and `stacked`: whether layers are the first dim.
+device has. It may take `devices`, `stacked`: whether layers are the first dim, and `sharding`: the
+parameter's `LeafSharding`.
 
 A slot of `gather`, `sync` or `update` whose attribute `algorithm` is a sentence, e.g. "parameters
 are averaged each 8 steps", computes by design something else than the reference. A comparison of
@@ -143,6 +146,8 @@ def takes_any(slot: Any, *names: str) -> bool:
 
 
 def _taken(slot: Any) -> frozenset[str]:
+    if slot is None:
+        return frozenset()
     function = slot.apply if isinstance(slot, Stateful) else slot
     return frozenset(attribute(function, "takes") or ())
 
@@ -154,7 +159,8 @@ def bound_value(slot: Callable[..., Any] | Stateful | None, name: str) -> Any:
         NotImplementedError: The function is in a gin scope of its own.
     """
     if isinstance(slot, Stateful):
-        return getattr(slot, name, None)
+        inner = getattr(slot, "func", None)
+        return getattr(slot, name, None) if inner is None else bound_value(inner, name)
     parameter = slot and inspect.signature(slot).parameters.get(name)
     if slot is None or parameter is None:
         return None

@@ -269,7 +269,9 @@ def _param_shardings(config: StrategyConfig, spec: TrainSpec, params: PyTree) ->
         names, stacked = names_of(leaf), is_stacked(keys)
         if not set(axes) & set(flat_axes(names)):
             reason = decisions[path].reason if path in decisions else "`shard` left it replicated"
-            return LeafSharding(path, param.shape, dtype, None, reason, axis_size)
+            return LeafSharding(
+                path, param.shape, dtype, None, reason, axis_size, stacked=bool(stacked)
+            )
         if name not in names:
             problem = f" boxed {path} with names {names}: name one dim {name!r}, no tuple."
             raise binding_error("data_parallel.shard", problem)
@@ -284,6 +286,7 @@ def _param_shardings(config: StrategyConfig, spec: TrainSpec, params: PyTree) ->
             axis_size,
             axes=axes,
             parts=parts,
+            stacked=bool(stacked),
         )
         if shape != result.local_shape[stacked:]:
             raise binding_error(

@@ -23,6 +23,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from research_dp.distributed import matrices, overlap
 from research_dp.distributed.batch_examples import split_over
 from research_dp.distributed.boxed import unboxed
+from research_dp.distributed.codecs import Encoding
 from research_dp.distributed.collectives import Reduction, axes_size, cast_dtype
 from research_dp.distributed.differentiable_gather import drop_gathered
 from research_dp.distributed.mesh import FSDP_AXIS, traced_for
@@ -159,6 +160,7 @@ class Step:
             "mesh": self.config.mesh,
             "shardings": self.shardings.slices,
             "stored": self.shardings.params,
+            **self._encoding(self.shardings.params),
         }
         try:
             params, slot_state = slots.call_in(given.slots, "update", update, *arguments, **offered)
@@ -238,6 +240,8 @@ class Step:
         # smaller than what they are scattered from.
         shards = is_sharded(self.shardings.slices)
         may = config.sync is not None and not slots.takes_any(config.sync, *slots.OF_A_STEP)
+        if config.compression and config.compression.draws:  # by a key of the step
+            may = False
         if isinstance(config.sync, slots.Stateful):  # the unit of gradients is that of the loss
             may &= slots.is_by_unit(config.sync) and config.sync_each == "step"
             may &= self.spec.loss_scale is None and not several
@@ -314,7 +318,9 @@ class Step:
         """What the slot gathers of shards, without padding; of tables maybe some rows alone."""
         if not self.axes:  # global arrays
             shards = jax.tree.map(lambda x, p: fitted(x, p.split_shape), shards, shardings)
-        full = unboxed(self.gather(slots.in_boxes(shards, shardings), FSDP_AXIS, **rows))
+        options = slots.options_of(self.gather, self._encoding(shardings))
+        boxes = slots.in_boxes(shards, shardings)
+        full = unboxed(self.gather(boxes, FSDP_AXIS, **options, **rows))
 
         def cut(x: jax.Array, p: LeafSharding) -> jax.Array:
             return fitted(x, (*x.shape[:-1], *p.shape[-1:]) if rows else p.shape)
@@ -356,9 +362,19 @@ class Step:
         shardings = self.shardings.slices if shardings is None else shardings
         options = {**self._context("sync", slot, state), "params": state.params, **offered}
         options |= {"shardings": shardings, "stored": stored}
+        options |= self._encoding(stored, state)
         if self.config.gather is not None:
             grads = slots.in_boxes(grads, self.shardings.params)
         return slots.call_in(slot_state, "sync", slot, grads, self.axes, **options)
+
+    def _encoding(self, shardings: PyTree, state: TrainState | None = None) -> dict[str, Encoding]:
+        """What slots that communicate are offered, if the strategy has codecs."""
+        given, key = self.config.compression, None
+        if given is None:
+            return {}
+        if given.draws and state is not None:
+            key = strategy.slot_key(self.spec.seed, state.step, "sync")
+        return {"encoding": Encoding(given, shardings, key)}
 
     def _context(self, name: str, slot: Any, state: TrainState) -> dict[str, Any]:
         """What `sync` and `update` are both offered."""

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, Dtype, MaxNorm, Seed, Transform, described
 from research_dp.distributed.batch_examples import seed_key
+from research_dp.distributed.codecs import Compression
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.mesh import FSDP_AXIS, noting
 from research_dp.distributed.optimizer import LossScale, with_master_weights
@@ -25,6 +26,7 @@ from research_dp.distributed.placement import nbytes
 from research_dp.distributed.sharding import fitted_tree
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import frozen, slots
+from research_dp.strategies.error_feedback import ErrorFeedback
 from research_dp.strategies.tuning import Tuning
 from research_dp.types import MEASURED, LossOutput, OneExample, PyTree, TrainableModel
 
@@ -210,6 +212,7 @@ class StrategyConfig:
             gradients scattered, once a step.
         sync_each: When `sync` is called: each 'step', or each 'micro_batch'.
         reduction: The collectives that `gather`, `sync` and `update` use.
+        compression: The codecs of what they send; `@compression()`. None: nothing is encoded.
         accumulation_dtype: In which gradients of micro-batches are added up; None: their own.
         param_dtype: dtype of parameters between steps and on the wire, e.g. 'bfloat16'; the
             optimizer then keeps them in the model's own dtype too, with the rest of its state.
@@ -241,6 +244,7 @@ class StrategyConfig:
     reshard_after_forward: bool = True
     sync_each: When = "step"
     reduction: Reduction = PLAIN
+    compression: Compression | None = None
     accumulation_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
     loss_scale: LossScale | None = None
@@ -279,19 +283,57 @@ class StrategyConfig:
                 "with the scale. Use 'step'.",
             )
 
+        if self.compression:
+            self._check_compression(self.compression)
+
+    def _check_compression(self, given: Compression) -> None:
+        """Raises UsageError for a codec that no slot takes; puts error feedback around `sync`."""
+        takers = {
+            "gather": (self.gather,),
+            "update": (self.update,),
+            "sync": (self.gather, self.sync),
+            "across": (self.sync,),
+        }
+        for name, filled in takers.items():
+            if getattr(given, name) and not any(slots.takes_any(x, "encoding") for x in filled):
+                raise binding_error(
+                    f"compression.{name}",
+                    f" has no effect: {self.name!r} has no function that takes it. Bind None, or a "
+                    "strategy with @gather_params, @sync_gradients, @scatter_gradients or "
+                    "@fsdp_apply_gradients in the slot.",
+                )
+        if self.gather and given.sync and given.sync.rounding == "stochastic":
+            raise binding_error(
+                "compression.sync",
+                ": a gather, whose gradients are scattered where it is used, has no random key of "
+                "the step. Bind a codec with rounding = 'nearest'.",
+            )
+        if given.of_gradients and self.reduction.logical_shards is not None:
+            raise binding_error(
+                f"compression.{'sync' if given.sync else 'across'}",
+                " with exact sums (data_parallel.reduction): each device rounds the sum of its own "
+                "logical shards, so the result depends on their number. Bind None; gathers of "
+                "parameters can be encoded.",
+            )
+        if given.error_feedback and not isinstance(self.sync, slots.Stateful):
+            assert self.sync is not None
+            object.__setattr__(self, "sync", ErrorFeedback(self.sync, given))
+
     @property
     def stored_dtype(self) -> Any:
         """Dtype of parameters between steps; None: the model's own."""
         if self.param_dtype is not None:
             return self.param_dtype
         with contextlib.suppress(NotImplementedError):  # then the function says what to bind
-            return slots.bound_value(self.update, "gather_dtype")
+            bound = slots.bound_value(self.update, "gather_dtype")
+            # Parameters that get encoded changes are no longer those that the optimizer keeps.
+            return bound or ("float32" if self.compression and self.compression.update else None)
         return None
 
     @property
     def algorithm(self) -> str | None:
         """The `algorithm` of its slots, if they compute another one by design; else None."""
-        names = ("gather", "sync", "update", "optimizer")
+        names = ("compression", "gather", "sync", "update", "optimizer")
         return slots.algorithm({n: getattr(self, n) for n in names})
 
     def resolve(self, spec: TrainSpec) -> StrategyConfig:

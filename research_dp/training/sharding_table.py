@@ -56,11 +56,28 @@ def summary(strategy: Strategy) -> list[str]:
     ]
     if frozen := frozen_of(strategy.abstract_state.model_state):
         lines.append(f"frozen parameters {_bytes_text(nbytes(frozen)[0])}, on each device")
+    if text := encoded_text(strategy):
+        lines.append(text)
     if reason := unsharded_reason(strategy):
         lines.append(f"{reason[0].upper()}{reason[1:]}")
         if "min_weight_size" in reason:
             lines.append("Shard smaller arrays with --gin.shard_params.min_weight_size=1024")
     return lines
+
+
+def encoded_text(strategy: Strategy) -> str:
+    """Which part of the parameters codecs take, and why not the others; '' without codecs."""
+    codecs = strategy.config.compression
+    if codecs is None:
+        return ""
+    shardings = jax.tree.leaves(strategy.shardings.params)
+    taken = [p for p in shardings if codecs.takes(p)]
+    share = sum(p.nbytes for p in taken) / max(1, sum(p.nbytes for p in shardings))
+    text = f"Encoded: {len(taken)} of {len(shardings)} parameters, {share:.1%} of their bytes"
+    if len(taken) == len(shardings):
+        return text
+    exempt = f"compression.min_size = {codecs.min_size}"
+    return f"{text}; {exempt}{', exempt = ' + repr(codecs.exempt) if codecs.exempt else ''}"
 
 
 def sizes_by_part(strategy: Strategy) -> dict[str, tuple[int, int]]:

@@ -4,18 +4,17 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import research_dp.deterministic.reduction  # noqa: F401  (registers `tree_reduction`)
-from examples.int8_gather import int8_gather
-from examples.powersgd import PowerSGD
-from examples.sign_sgd import majority_vote
 from research_dp.analysis.comm_lower_bound import min_wire_bytes, narrow_file
 from research_dp.config import gin_internals, load
 from research_dp.distributed.collectives import Wire
-from research_dp.strategies import TrainSpec, gather_params
+from research_dp.strategies import PowerSGD, TrainSpec, gather_params
+from research_dp.types import LossOutput, TrainableModel
 from tests.support import decoder
 from tests.support.certified import spec_of
 from tests.support.repository import ROOT
@@ -34,28 +33,53 @@ def sent(strategy):
     return sum(c.wire_bytes for c in traffic(strategy) if c.nbytes > 64)
 
 
+CODECS = ["data_parallel.compression = @compression()", "compression.min_size = 0"]
+
+
 @pytest.mark.parametrize(
-    ("stem", "slots"),
+    ("stem", "codecs"),
     [
-        ("ddp", {"sync": majority_vote}),
-        ("ddp", {"sync": PowerSGD()}),
-        ("fsdp", {"gather": int8_gather}),
+        ("ddp", ["sync = @int8()"]),
+        ("ddp", ["sync = @sign()"]),
+        ("fsdp", ["gather = @int8()", "sync = @int4()"]),
+        ("zero1", ["sync = @int8()", "update = @int4()"]),
+        ("hsdp", ["across = @int4()", "error_feedback = True"]),
+        ("hsdp_zero1", ["across = @int4()"]),
     ],
 )
-def test_it_is_a_slots_own_formula_where_there_is_one(stem, slots):
-    spec, plain = spec_of(one_matrix()), recipe(stem)
-    strategy = dataclasses.replace(plain, **slots).build(spec)
-    least = min_wire_bytes(strategy, spec)
+def test_it_counts_what_codecs_send(stem, codecs):
+    bindings = [*CODECS, *(f"compression.{codec}" for codec in codecs)]
+    strategy = build(stem, wide(), bindings=bindings)
+    least = min_wire_bytes(strategy, spec_of(wide()))
     assert least == pytest.approx(sent(strategy), rel=0.02)
-    if stem == "ddp":  # of this small matrix, blocks of 256 elements would be mostly padding
-        assert least < 0.7 * sent(plain.build(spec))
+
+
+def wide():
+    """A model of matrices that blocks of the codecs divide."""
+
+    def init(key, batch):
+        keys = jax.random.split(key, 2)
+        return {
+            "a": jax.random.normal(keys[0], (16, 4096)),
+            "b": jax.random.normal(keys[1], (4096, 16)),
+        }, {}
+
+    def loss(params, state, batch, keys, *, train, batch_axes):
+        x = jnp.tanh(batch["image"].reshape(-1, 16) @ params["a"])
+        x = jnp.tanh(jnp.tanh(x @ params["b"]) @ params["a"])  # both are needed on the way back
+        total = jnp.sum(jnp.square(x))
+        return LossOutput(total, jnp.float32(len(x)), state, {})
+
+    return TrainableModel(init, loss)
 
 
 @pytest.mark.parametrize("stem", ["ddp", "zero1", "hsdp"])
 def test_a_slots_own_formula_knows_layers_and_thin_matrices(stem):
     spec = decoder.spec_of(decoder.model())
     config = recipe(stem, "shard_params.min_weight_size = 128")
-    strategy = dataclasses.replace(config, sync=PowerSGD(rank=20)).build(spec)  # some have 16 rows
+    strategy = dataclasses.replace(config, sync=PowerSGD(rank=20, min_size=0)).build(
+        spec
+    )  # some have 16 rows
     assert min_wire_bytes(strategy, spec) == pytest.approx(sent(strategy), rel=0.03)
 
 

@@ -23,7 +23,6 @@ from research_dp.distributed.mesh import one_device_mesh
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
 from tests.support.certified import STEPS, bench_of, examples, noise, refusal, small_model
-from tests.support.marks import exhaustive, slow
 from tests.support.repository import stems
 
 TWO_AXES = "make_mesh.axes = {'data': 4, 'fsdp': 2}"  # replication is tracked over both
@@ -196,34 +195,6 @@ def test_what_is_pending_is_not_judged_in_another_unit_than_the_losss():
     start = to_host(bench.oracle.init(0))
     step = compare_step(bench, 0, start, examples(0, bench.spec.batch_size))
     assert conserved(step) is None
-
-
-# The examples of docs/compressed.md, and the devices that an axis has after they are moved.
-COMPRESSED = {
-    "powersgd": "data 4 x fsdp 1",
-    "powersgd_zero1": "data 1 x fsdp 4",
-    "powersgd_hsdp": None,  # refused in its own words
-    "int8_gather": "data 1 x fsdp 4",
-    "sign_sgd": "data 4 x fsdp 1",
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [slow("powersgd_zero1"), *map(exhaustive, sorted(COMPRESSED.keys() - {"powersgd_zero1"}))],
-)
-def test_compressed_strategies_lose_no_gradient_and_continue_on_fewer_devices(name):
-    load.load([f"examples/{name}.gin"])
-    config = gin_internals.value_of("train.strategy")
-    bench = dataclasses.replace(bench_of("ddp"), config=config)
-    done = certify(bench, noise(), steps=AFTER + 2)
-    assert done.algorithm and done.is_right, str(done)
-    checks = {check.name: check.passed for check in done.checks}
-    assert checks["saved and restored"] and checks["copies"]
-    if "powersgd" in name:
-        assert checks["sent and pending"]
-    if COMPRESSED[name]:
-        assert checks[f"moved to {name} on {COMPRESSED[name]}"]
 
 
 def moves(steps=1, **slots):

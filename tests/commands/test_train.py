@@ -54,16 +54,18 @@ def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(command, tm
     "more",
     [
         [],
-        slow(["examples/powersgd.gin"]),
+        slow(["strategies/compressed/ddp_q8.gin"]),
         exhaustive(["examples/ddp_error_feedback.gin"]),
-        exhaustive(["examples/int8_gather.gin"]),
-        exhaustive(["examples/sign_sgd.gin"]),
+        exhaustive(["strategies/compressed/fsdp_q8.gin"]),
+        exhaustive(["strategies/compressed/zero1_q4.gin"]),
+        exhaustive(["strategies/compressed/ddp_sign.gin"]),
     ],
 )
 def test_killed_and_continued_ends_where_an_undisturbed_run_ends(command, tmp_path, more):
     flags = [
         *MLP,
         *(f"--gin_file={file}" for file in more),
+        *(["--gin.compression.min_size=256"] if "compressed" in "".join(more) else []),
         "--gin.train.num_steps=400",
         "--gin.train.checkpoint_every=45",
         "--gin.train.log_every=10",

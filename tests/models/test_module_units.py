@@ -12,13 +12,12 @@ import pytest
 from flax import nnx
 
 import research_dp
-from examples.powersgd import PowerSGD
 from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.analysis.program_cost import read
 from research_dp.analysis.topologies import topology
 from research_dp.distributed.mesh import planning_for
 from research_dp.errors import UsageError
-from research_dp.strategies import TrainSpec
+from research_dp.strategies import PowerSGD, TrainSpec
 from tests.support.compilers import needs_compiler
 from tests.support.marks import exhaustive
 from tests.support.recipes import recipe
@@ -389,7 +388,7 @@ def test_a_sync_with_state_is_called_for_each_unit(case):
     """Its numbers, and state, are those of calls for all units at once."""
 
     def steps(by_unit):
-        slot = PowerSGD(rank=2)
+        slot = PowerSGD(rank=2, min_size=0)
         slot.by_unit = by_unit
         config = dataclasses.replace(recipe("ddp"), sync=slot, overlap=True)
         return trained(config.build(spec_of(MODELS[case][0])))

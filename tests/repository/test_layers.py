@@ -218,8 +218,8 @@ def test_files_are_of_one_subject(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 31_150,
-    ("distributed", "strategies"): 7_500,
+    (".",): 32_500,
+    ("distributed", "strategies"): 8_800,
     ("commands",): 4_000,
 }
 

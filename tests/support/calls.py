@@ -305,6 +305,7 @@ CALLS = {
         "choose": (None, "a function?"),
         "compiler_options": (None, "a dict?"),
         "tuning": (None, "one of its class?"),
+        "compression": (None, "one of its class?"),
     },
     "data_parallel_rules": {"data_axis": ("data", "text")},
     "data_parallel_train_step": {
@@ -319,6 +320,7 @@ CALLS = {
         "shardings": (None, "like another?"),
         "stored": (None, "like another?"),
         "mesh": (None, "one of its class?"),
+        "encoding": (None, "one of its class?"),
     },
     "fsdp_update": {},
     "gather_array_with_mean_grads": {"axis": (0, "an integer")},
@@ -327,6 +329,7 @@ CALLS = {
         "bucket_bytes": (None, "an integer?"),
         "rows": (None, "an array?"),
         "mesh": (None, "one of its class?"),
+        "encoding": (None, "one of its class?"),
     },
     "gather_tree": {
         "tree": ({"w": np.ones((2, 16), np.float32)}, "arrays"),
@@ -434,6 +437,7 @@ CALLS = {
     "scatter_gradients": {
         "grads": (TREE, "arrays or numbers"),
         "shardings": (LAYOUT, "like another"),
+        "encoding": (None, "one of its class?"),
     },
     "scatter_mean": {},
     "scatter_mean_tree": {"axis": ("fsdp", "axes"), "replica_axes": ((), "axes")},
@@ -459,7 +463,7 @@ CALLS = {
         "batch": ({"x": np.ones((8, 4), np.float32)}, "a function's argument"),
         "rngs": (None, "a function's argument"),
     },
-    "sync_gradients": {},
+    "sync_gradients": {"encoding": (None, "one of its class?")},
     "gather_examples": {"x": (TREE, "arrays")},
     "on_matrices": {"function": (jnp.tanh, "a function"), "tree": (TREE, "arrays")},
     "global_mean": {"x": (TREE, "arrays")},

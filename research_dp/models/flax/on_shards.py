@@ -21,8 +21,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from research_dp.distributed.differentiable_gather import drop_gathered
 from research_dp.distributed.jaxpr import carry_of
 from research_dp.distributed.overlap import Target, scan_prefetched
-from research_dp.distributed.sharding import STACK, LeafSharding, unit_of
-from research_dp.distributed.units import Units, of_one
+from research_dp.distributed.sharding import STACK, LeafSharding, of_one, unit_of
+from research_dp.distributed.units import Units
 from research_dp.models.flax.module_units import UnitCalls, passed_on, program_of, unit_called
 from research_dp.types import PyTree
 
