@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from research_dp.certification import compare_steps, costs
@@ -28,6 +30,7 @@ from research_dp.certification.harness import (
 from research_dp.certification.noise import train_batches
 from research_dp.certification.tolerances import CAP, Difference, Envelope, first_difference
 from research_dp.console import Report, silent
+from research_dp.distributed import encoded
 from research_dp.distributed.mesh import build_mesh, sizes_text
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError, some_of
@@ -41,6 +44,7 @@ from research_dp.types import DataSet
 
 Restore = Callable[[Strategy], TrainState]
 MAX_UNJUDGED = 0.01  # of the squared norm of the gradients
+_SAME_MEAN = 1e-5  # of the largest element: means in float32, in another order
 AFTER = 3  # steps after a checkpoint, and after a first difference
 _UNSTABLE = (
     "the oracle changes so much when examples are reordered that a bug could hide in it: "
@@ -51,6 +55,10 @@ _INITIAL = (
     "key under jit with output shardings, so that no device draws its own"
 )
 _LOST = "`sync` loses a part of the gradient, or its `pending` says something else than its state"
+_BLOCKS = (
+    "blocks, or their scales, depend on how an array is sharded: a block that several devices "
+    "share has one scale, and lies where it does on one device"
+)
 _STATEFUL = (
     "each step is right from the oracle's state, and steps in a row are not: the strategy "
     "keeps something from step to step besides the state that it is given"
@@ -147,12 +155,14 @@ def _compare_steps(
         # Of the slots, evaluation calls `gather`; a loss over each device's part changes it too.
         config = bench.strategy.config
         gathers_else = slots.attribute(config.gather, "algorithm") is not None
+        gathers_else |= bool(config.compression and config.compression.gather)
         is_judged = bench.strategy.algorithm == config.algorithm and not gathers_else
         for d in compare_steps.compare_evaluation(bench, data, state, envelope):
             certificate.check(d.kind, not d.is_wrong if is_judged else None, _excess_text(d))
         if not certificate.is_right:
             found = order_dependence(bench.strategy, place_rows(bench.strategy, batches[0]))
             certificate.cause = found and found.message
+        _check_encoded(certificate, bench.strategy, state)
         _check_round_trips(certificate, bench, to_save, batches[start:steps])
     elif any(d.is_wrong for d in sent) and (certificate.algorithm or step.is_right):
         certificate.cause = _LOST
@@ -220,6 +230,34 @@ def _cause(
     return find_cause([*cases, (step, previous)], batches[step.number + 1])
 
 
+def _check_encoded(certificate: Certificate, strategy: Strategy, state: TrainState) -> None:
+    """Checks that all devices decode of parameters what one device does, and by how much it errs.
+
+    What a device computes with is compared with the blocks of unsharded arrays.
+    """
+    codecs = strategy.config.compression
+    if codecs is None or codecs.gather is None:
+        return
+    found, worst, place = compare_steps.gathered(strategy, state), 0.0, ""
+    different = None
+    for path, p in by_path(strategy.shardings.params).items():
+        if not codecs.takes(p):
+            continue
+        exact, own = by_path(state.params)[path], by_path(found)[path]
+        decoded, ratio = encoded.alone(jnp.asarray(exact), codecs.gather, stacked=p.stacked)
+        if np.asarray(decoded.astype(own.dtype)).tobytes() != own.tobytes():
+            different = different or path
+        if ratio >= worst:
+            worst, place = ratio, path
+    message = "the same bits as one device decodes"
+    if different:
+        message = f"{different} has other bits than one device decodes"
+    certificate.check("gathered", different is None, message)
+    certificate.check("error of a block", None, f"{worst:.2g} of its largest element at {place}")
+    if different:
+        certificate.cause = _BLOCKS
+
+
 def _check_round_trips(
     certificate: Certificate, bench: Bench, state: TrainState, batches: Sequence[Batch]
 ) -> None:
@@ -236,16 +274,24 @@ def _check_round_trips(
         certificate.check_bits(f"{len(batches)} steps after it", first_difference(*ends))
         for other in (oracle, *_on_half_of_the_devices(bench)):
             name = f"moved to {other.name} on {sizes_text(other.mesh.shape)}"
-            _check_move(certificate, name, state, other, restore)
+            _check_move(certificate, name, state, other, restore, strategy)
     there = to_host(with_slots(oracle, state))
     with _saved(bench, oracle, there) as restore:
         _check_move(certificate, f"moved back from {oracle.name}", there, strategy, restore)
 
 
 def _check_move(
-    certificate: Certificate, name: str, state: TrainState, strategy: Strategy, restore: Restore
+    certificate: Certificate,
+    name: str,
+    state: TrainState,
+    strategy: Strategy,
+    restore: Restore,
+    saved_by: Strategy | None = None,
 ) -> None:
-    """Checks the bits of a state that another strategy restores, where its slots can be resized."""
+    """Checks the bits of a state that another strategy restores, where its slots can be resized.
+
+    With `saved_by`: and that what `sync` has yet to send is what it was.
+    """
     abstract = strategy.abstract_state
     if by_path(state.slots).keys() != by_path(abstract.slots).keys():
         names = ", ".join(sorted({*state.slots, *abstract.slots}))
@@ -259,7 +305,16 @@ def _check_move(
         # Its own words, unless what it returned is refused.
         holds, said = (False, "") if error.binding else (None, "not tried: ")
         return certificate.check(name, holds, f"{said}{error}")
-    certificate.check_bits(name, first_difference(restore(strategy), expected))
+    restored = restore(strategy)
+    certificate.check_bits(name, first_difference(restored, expected))
+    if saved_by is not None:
+        before = compare_steps.pending(saved_by, state)
+        after = compare_steps.pending(strategy, restored)
+        if before and after:
+            apart = {k: compare_steps.gap(after[k], x).relative for k, x in before.items()}
+            worst = max(apart, key=lambda k: apart[k])
+            message = f"as before it within {apart[worst]:.1e} at {worst[1]}"
+            certificate.check(f"pending, {name}", apart[worst] < _SAME_MEAN, message)
 
 
 @contextlib.contextmanager

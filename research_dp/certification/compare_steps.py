@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from research_dp.certification import harness, tolerances
 from research_dp.certification.harness import Batch, Bench, StepResult, gradients_of
@@ -19,6 +19,7 @@ from research_dp.distributed.norms import clip_factor
 from research_dp.strategies import Strategy, TrainState
 from research_dp.strategies import slots as contracts
 from research_dp.strategies.state import of_layout
+from research_dp.strategies.step import step_of
 from research_dp.strategies.strategy import init_key
 from research_dp.training.replica_check import differing_axes
 from research_dp.types import DataSet, EvalOrder
@@ -124,6 +125,33 @@ def compare_step(
     return StepComparison(bench, number, batch, *sides, differences, replicas)
 
 
+def pending(strategy: Strategy, state: TrainState) -> Named | None:
+    """What `sync` has yet to send of the mean gradient; None: its slot says nothing of it."""
+    slot = contracts.attribute(strategy.config.sync, "pending")
+    if slot is None:
+        return None
+    options = contracts.options_of(slot, of_layout(strategy))
+    tree = slot(jax.tree.map(jnp.asarray, state.slots["sync"]), **options)
+    expected = strategy.logical_state.params
+    contracts.check_state("data_parallel.sync", tree, expected, "its `pending` returned")
+    return named("gradient", tree)
+
+
+def gathered(strategy: Strategy, state: TrainState) -> Any:
+    """The parameters that each device computes with, in full, on the host."""
+    config, specs = strategy.config, jax.tree.map(lambda p: p.spec, strategy.shardings.params)
+    step = step_of(config.reduction)(config, strategy.spec, strategy.shardings, strategy.batch_axes)
+    whole = jax.shard_map(
+        lambda params: step.units().gather_all(params),
+        mesh=config.mesh,
+        in_specs=(specs,),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    own = harness.with_slots(strategy, state)
+    return harness.to_host(jax.jit(whole)(harness.to_devices(strategy, own).params))
+
+
 def conserved(step: StepComparison) -> Difference | None:
     """The gradient, with what `sync` has yet to send of it, against the oracle's: the worst leaf.
 
@@ -131,18 +159,13 @@ def conserved(step: StepComparison) -> Difference | None:
     is not exact, or the step was skipped.
     """
     strategy, bounds = step.bench.strategy, {d.name: d.bound for d in step.differences}
-    pending = contracts.attribute(strategy.config.sync, "pending")
     config, skipped = strategy.config, step.expected.skipped
     is_of_loss = config.sync_each == "step" and config.reduction.logical_shards is None
-    if pending is None or skipped or not is_of_loss or step.bench.oracle.algorithm:
+    if skipped or not is_of_loss or step.bench.oracle.algorithm:
         return None
-    options = contracts.options_of(pending, of_layout(strategy))
-    states = (jax.tree.map(jnp.asarray, x.slots["sync"]) for x in (step.own, step.actual.state))
-    trees = [pending(x, **options) for x in states]
-    contracts.check_state(
-        "data_parallel.sync", trees[1], step.before.params, "its `pending` returned"
-    )
-    old, new = (named("gradient", x) for x in trees)
+    old, new = (pending(strategy, x) for x in (step.own, step.actual.state))
+    if old is None or new is None:
+        return None
 
     def unclipped(result: StepResult) -> Named:
         factor = float(clip_factor(jnp.float32(result.norm), strategy.spec.max_grad_norm))
