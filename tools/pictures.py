@@ -1,8 +1,9 @@
-"""Draws the two pictures of README.md, and one of held-out losses.
+"""Draws the two pictures of README.md, one of held-out losses, and one of slow links.
 
 python tools/pictures.py strategies   # docs/strategies.svg, from a plan of lm_1b on 8 H100s
 python tools/pictures.py loss runs/single runs/fsdp runs/zero1   # docs/loss.svg, from metrics.jsonl
 python tools/pictures.py held_out runs/AdamW runs/Muon   # docs/held_out_loss.svg, likewise
+python tools/pictures.py links   # docs/link_speed.svg, predicted steps of lm_1b on 8 hosts
 
 The runs are the quickstart with --gin_file=strategies/NAME.gin --gin.train.log_every=10.
 
@@ -10,6 +11,7 @@ Both are readable on a light and on a dark page: the background is transparent.
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -150,6 +152,37 @@ def draw_held_out(runs: list[Path]) -> Path:
     return save_curves(figure, axes, "held_out_loss.svg")
 
 
+def draw_links() -> Path:
+    """Draws predicted times of a step over the speed of links between hosts, by strategy."""
+    from research_dp.analysis.topologies import topology
+    from research_dp.commands import plan_candidates
+    from research_dp.commands.configured import Run
+    from research_dp.planning.estimate import compile_row
+
+    where, rates = topology("h100:8x8"), [2e9, 5e9, 1e10, 2e10, 5e10, 1e11, 2e11, 4e11]
+    looks = {
+        "ddp": ("#7a7f87", ":"),
+        "hsdp": ("#7a7f87", "--"),
+        "ddp_q8": ("#3f88c5", "-"),
+        "zero1_q4": ("#e0803c", "-"),
+        "hsdp_powersgd": ("#45a06f", "-"),
+        "ddp_sign": ("#c9a227", "-"),
+    }
+    run = Run(["experiments/plan/lm_1b.gin"], allow_unused=True)
+    figure, axes = pyplot.subplots(figsize=(7, 3.4))
+    for name, (color, dashes) in looks.items():
+        sizes = {"data": 64, "fsdp": 1} if name == "ddp_sign" else {"data": 8, "fsdp": 8}
+        files = plan_candidates.of([name])[0].files
+        load_it = functools.partial(run.load, files, [f"make_mesh.axes = {sizes}"])
+        compile_it = functools.partial(compile_row, name, where=where)
+        made: Any = plan_candidates.built_under(run, load_it, name, where.devices, compile_it)
+        times = [1e3 * made.cost.seconds_at(rate / 8) for rate in rates]
+        axes.plot([rate / 1e9 for rate in rates], times, color=color, ls=dashes, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="Gbit/s of a device between hosts")
+    axes.set(ylabel="predicted step, ms")
+    return save_curves(figure, axes, "link_speed.svg")
+
+
 def losses(run: Path, split: str) -> tuple[list[int], list[float]]:
     """Returns the steps at which a run recorded its loss on a split, and the losses."""
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
@@ -175,12 +208,13 @@ def save(figure: Any, name: str) -> Path:
 def main() -> None:
     """Draws what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("picture", choices=["strategies", "loss", "held_out"])
+    parser.add_argument("picture", choices=["strategies", "loss", "held_out", "links"])
     parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, for losses")
     flags = parser.parse_args()
     with pyplot.rc_context(STYLE):
         draw = {"loss": draw_loss, "held_out": draw_held_out}.get(flags.picture)
-        print(draw(flags.runs) if draw else draw_strategies())
+        others = {"strategies": draw_strategies, "links": draw_links}
+        print(draw(flags.runs) if draw else others[flags.picture]())
 
 
 if __name__ == "__main__":

@@ -79,9 +79,10 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
         if codecs and codecs.takes(param):
             gather = _rate(codecs.gather, gather)
             scatter, sync = (_rate(codecs.sync, x) for x in (scatter, sync))
-            across = _rate(codecs.across, sync)
+            of_groups = codecs.across if replicas > 1 else None
+            across = _rate(of_groups, sync)
             # The mean is encoded once more, by the codec of the last sum, and gathered.
-            last = _rate(codecs.across or codecs.sync, last)
+            last = _rate(of_groups or codecs.sync, last)
             width = _rate(codecs.update, width)
         reduced = size * (across + last)  # a ring all-reduce sends everything twice
         if param.dim is not None:

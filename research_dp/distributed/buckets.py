@@ -30,8 +30,8 @@ from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
 
-# Rows (r, k) -> (any, k); of a `Wire` with codecs also what was lost, (r, k).
-Move = Callable[[jax.Array], tuple[jax.Array, ...]]
+# (rows (r, k), number of the bucket) -> (any, k); with codecs also what is lost, (r, k).
+Move = Callable[[jax.Array, int], tuple[jax.Array, ...]]
 Reshape = Callable[[jax.Array, LeafSharding], jax.Array]
 
 
@@ -88,9 +88,9 @@ def _in_buckets(
         for bucket in make_buckets(kinds, bucket_bytes)
         for i in range(0, len(bucket), _MOST_ARRAYS)
     ]
-    for bucket in buckets:
+    for number, bucket in enumerate(buckets):
         widths = [rows[i].shape[1] for i in bucket]
-        results = move(jnp.concatenate([rows[i] for i in bucket], axis=1))
+        results = move(jnp.concatenate([rows[i] for i in bucket], axis=1), number)
         parts = zip(*(lax.split(x, widths, axis=1) for x in results), strict=True)
         for i, part in zip(bucket, parts, strict=True):
             moved[i] = part
@@ -118,7 +118,7 @@ def mean_tree(tree: PyTree, axes: Axes, wire: Wire) -> PyTree:
         [x.reshape(1, -1) for x in leaves],
         [x.size for x in leaves],
         wire.bucket_bytes,
-        lambda rows: _mean_where_varying(rows, axes, wire),
+        lambda rows, number: _mean_where_varying(rows, axes, wire.of_bucket(number)),
     )
     shaped = ([y.reshape(x.shape) for y in m] for m, x in zip(moved, leaves, strict=True))
     return jax.tree.unflatten(treedef, [Encoded(*m) if wire.encodes else m[0] for m in shaped])
@@ -163,13 +163,13 @@ def shards_of_mean(
 ) -> PyTree:
     """As `scatter_mean_tree`; a `wire` with codecs gives an `Encoded` for each that is sharded."""
 
-    def move(rows: jax.Array) -> tuple[jax.Array, ...]:
+    def move(rows: jax.Array, number: int) -> tuple[jax.Array, ...]:
         # Each mean divides by the size of the axes that it sums over: together, once by each.
         if wire.encodes:
-            block, lost = wire.shard_and_loss(rows, 0, axes)
-            mean, later = wire.mean_and_loss(block, replica_axes)
-            own = later[0] * axes_size(axes)
-            return mean, collectives.added_to_row(lost, lax.axis_index(axes), own)
+            block, lost = wire.of_bucket(number).shard_and_loss(rows, 0, axes)
+            mean, later = wire.of_bucket(number).mean_and_loss(block, replica_axes)
+            start, own = lax.axis_index(axes) * block.size, later.reshape(-1) * axes_size(axes)
+            return mean, collectives.added_at(lost.reshape(-1), start, own).reshape(rows.shape)
         if all(is_replicated(rows, name) for name in axes):
             block = collectives.shard(rows, 0, axes)  # the mean of equal values is that value
         else:
@@ -216,7 +216,7 @@ def gathered(
     shardings, old = jax.tree.leaves(layout), jax.tree.leaves(into)
     bucket_bytes = wire.bucket_bytes
 
-    def move(rows: jax.Array) -> tuple[jax.Array]:
+    def move(rows: jax.Array, _: int) -> tuple[jax.Array]:
         return (collectives.gather(rows, 0, axes, wire.reduction, replicated=replicated),)
 
     # Stacks of arrays that are sharded along their first dim; each fills a bucket alone.

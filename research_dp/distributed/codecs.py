@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import threefry_2x32
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
 from research_dp.distributed.sharding import LeafSharding
-from research_dp.errors import UsageError
+from research_dp.errors import UsageError, binding_error, check_patterns
 
 _TINY = float(np.finfo(np.float32).tiny)
 _SCALE_BYTES = 4
@@ -57,7 +56,7 @@ class Codec:
         Args:
             x: The elements. What is not finite must make something of its block not finite.
             most: (..., 1), the largest magnitude of the block, where `x` is a part of it.
-            draws: Like x, uniform in [0, 1), by the step and the element's place in the array.
+            draws: Like x, uniform in [0, 1).
         """
         raise NotImplementedError
 
@@ -72,12 +71,16 @@ class _Scaled(Codec):
 
     shares: ClassVar[bool] = True
     largest: ClassVar[float]  # magnitude that a coded element can have
+    bits: ClassVar[int] = 8  # of an element
+
+    def nbytes(self, elements: int) -> int:
+        return -(-elements * self.bits // 8) + _SCALE_BYTES
 
     def encode(
         self, x: jax.Array, most: jax.Array | None = None, draws: jax.Array | None = None
     ) -> jax.Array:
         x = self._turned(x)
-        if most is None or self._turns:
+        if most is None:
             most = jnp.max(jnp.abs(x), -1, keepdims=True)
         # A denormal scale would be flushed to 0. NaN and inf stay: then the block decodes to NaN.
         scale = jnp.maximum(most / self.largest, _TINY)
@@ -88,10 +91,6 @@ class _Scaled(Codec):
         coded, scale = jnp.split(sent, [sent.shape[-1] - _SCALE_BYTES], axis=-1)
         scale = lax.bitcast_convert_type(scale[..., None, :], jnp.float32)
         return self._turned(self._values(coded) * scale)
-
-    @property
-    def _turns(self) -> bool:
-        return False
 
     def _turned(self, x: jax.Array) -> jax.Array:
         return x
@@ -126,9 +125,6 @@ class Int8(_Scaled):
     rounding: Rounding = "nearest"
     largest: ClassVar[float] = 127.0
 
-    def nbytes(self, elements: int) -> int:
-        return elements + _SCALE_BYTES
-
     def _coded(self, x: jax.Array, draws: jax.Array | None) -> jax.Array:
         whole = _rounded(x, draws, self.largest).astype(jnp.int8)
         return lax.bitcast_convert_type(whole, jnp.uint8)
@@ -154,14 +150,15 @@ class Int4(_Scaled):
     rounding: Rounding = "nearest"
     hadamard: bool = False
     largest: ClassVar[float] = 7.0
+    bits: ClassVar[int] = 4
+
+    @property
+    def shares(self) -> bool:  # type: ignore[override]
+        return not self.hadamard
 
     def __post_init__(self) -> None:
         if self.block % (multiple := 32 if self.hadamard else 2):
             raise UsageError(f"int4.block = {self.block}: give a multiple of {multiple}.")
-
-    @property
-    def _turns(self) -> bool:
-        return self.hadamard
 
     def _turned(self, x: jax.Array) -> jax.Array:
         if not self.hadamard:
@@ -173,9 +170,6 @@ class Int4(_Scaled):
         parts = x.reshape(*x.shape[:-1], -1, 32)
         turned = jnp.matmul(parts, signs / math.sqrt(32), precision=lax.Precision.HIGHEST)
         return turned.reshape(x.shape)
-
-    def nbytes(self, elements: int) -> int:
-        return -(-elements // 2) + _SCALE_BYTES
 
     def _coded(self, x: jax.Array, draws: jax.Array | None) -> jax.Array:
         whole = (_rounded(x, draws, self.largest) + 8).astype(jnp.uint8)
@@ -194,15 +188,14 @@ class Int4(_Scaled):
 class Fp8(_Scaled):
     """float8_e4m3fn, times a scale for each block: an element is off by a 16th of itself at most.
 
+    Elements below the 30,000th part of the largest are off by more.
+
     Attributes:
         block: Number of elements of a block.
     """
 
     block: Count = 256
     largest: ClassVar[float] = 448.0
-
-    def nbytes(self, elements: int) -> int:
-        return elements + _SCALE_BYTES
 
     def _coded(self, x: jax.Array, draws: jax.Array | None) -> jax.Array:
         return lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
@@ -244,7 +237,7 @@ class Sign(Codec):
         self, x: jax.Array, most: jax.Array | None = None, draws: jax.Array | None = None
     ) -> jax.Array:
         mean = jnp.mean(jnp.abs(x), -1, keepdims=True)
-        bits = jnp.packbits(x >= 0 if draws is None else x > jnp.where(draws < 0.5, 0, -_TINY), -1)
+        bits = jnp.packbits(x >= 0 if draws is None else (x > 0) | ((x == 0) & (draws < 0.5)), -1)
         if self.scaled:
             last = lax.bitcast_convert_type(mean, jnp.uint8)[..., 0, :]
         else:
@@ -308,13 +301,6 @@ class TopK(Codec):
 int8, int4, fp8, sign, top_k = Int8, Int4, Fp8, Sign, TopK
 
 
-def uniform(key: jax.Array, index: jax.Array) -> jax.Array:
-    """float32 in [0, 1) for each index, uint32: the same for an index, whatever the others are."""
-    words = jnp.concatenate([jnp.zeros(index.size, jnp.uint32), index.ravel()])
-    bits = threefry_2x32(jax.random.key_data(key).ravel()[:2], words)[: index.size]
-    return ((bits >> 8).astype(jnp.float32) * 2.0**-24).reshape(index.shape)
-
-
 @gin.register("compression", module="codecs")
 @checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -353,23 +339,29 @@ class Compression:
     def __post_init__(self) -> None:
         for name in ("gather", "update"):
             codec = getattr(self, name)
-            if codec and (not codec.shares or codec.rounding != "nearest" or _turns(codec)):
-                raise UsageError(
-                    f"compression.{name}: parameters are gathered by a codec that rounds each "
-                    "element of a block by itself, to the nearest: @int8(), @int4() or @fp8().",
-                    binding=f"compression.{name}",
+            if codec and (not codec.shares or codec.rounding != "nearest"):
+                raise binding_error(
+                    f"compression.{name}",
+                    ": parameters are gathered by a codec that rounds each element of a block by "
+                    "itself, to the nearest: @int8(), @fp8(), or @int4() without hadamard.",
                 )
         if self.error_feedback and not self.of_gradients:
-            raise UsageError(
-                "compression.error_feedback = True, but no gradients are encoded: bind "
-                "compression.sync or compression.across, or False.",
-                binding="compression.error_feedback",
+            raise binding_error(
+                "compression.error_feedback",
+                " = True, but no gradients are encoded: bind compression.sync, or False.",
             )
-        if self.by_unit and not self.error_feedback:
-            raise UsageError(
-                "compression.by_unit = True without error_feedback has no effect: bind False.",
-                binding="compression.by_unit",
-            )
+        if self.by_unit and (self.draws or not self.error_feedback):
+            why = "with draws, which are of a step" if self.draws else "without error_feedback"
+            raise binding_error("compression.by_unit", f" = True {why}: bind False.")
+        if not (self.gather or self.update or self.of_gradients):
+            problem = " names no codec: bind e.g. compression.sync = @int8(), or"
+            raise binding_error("compression", f"{problem} leave it out.")
+        check_patterns("compression.exempt", self.patterns)
+
+    @property
+    def patterns(self) -> Sequence[str]:
+        """`exempt`, as a sequence."""
+        return [self.exempt] if isinstance(self.exempt, str) else self.exempt
 
     @property
     def of_gradients(self) -> bool:
@@ -380,6 +372,11 @@ class Compression:
     def draws(self) -> bool:
         """Whether a codec rounds stochastically."""
         return any(c and c.rounding == "stochastic" for c in (self.sync, self.across))
+
+    @property
+    def votes(self) -> bool:
+        """Whether sums of gradients are votes, of signs without a scale."""
+        return any(isinstance(c, Sign) and not c.scaled for c in (self.sync, self.across))
 
     @property
     def algorithm(self) -> str | None:
@@ -396,14 +393,9 @@ class Compression:
 
     def takes(self, p: LeafSharding) -> bool:
         """Whether a parameter, and its gradient, is encoded."""
-        patterns = [self.exempt] if isinstance(self.exempt, str) else self.exempt
-        layer = math.prod(p.shape[1:] if p.stacked else p.shape)
-        is_float = jnp.issubdtype(p.dtype, jnp.floating)
-        return (
-            is_float
-            and layer > self.min_size
-            and not any(re.fullmatch(pattern, p.path) for pattern in patterns)
-        )
+        if not jnp.issubdtype(p.dtype, jnp.floating) or math.prod(p.layer_shape) <= self.min_size:
+            return False
+        return not any(re.fullmatch(pattern, p.path) for pattern in self.patterns)
 
 
 class Encoding(NamedTuple):
@@ -418,8 +410,8 @@ class Encoding(NamedTuple):
     @property
     def taken(self) -> list[bool]:
         """Whether each array is encoded."""
-        compression = self.compression
-        return [compression.of_gradients and compression.takes(p) for p in self._flat]
+        codecs, flat = self.compression, jax.tree.leaves(self.shardings)
+        return [codecs.of_gradients and codecs.takes(p) for p in flat]
 
     def on(self, wire: Any) -> Any:
         """A `Wire` with the codecs of gradients."""
@@ -432,14 +424,6 @@ class Encoding(NamedTuple):
         if self.losses is not None:
             self.losses.update((n, x.lost) for n, x in zip(numbers, encoded, strict=True))
         return [x.mean for x in encoded]
-
-    @property
-    def _flat(self) -> list[LeafSharding]:
-        return jax.tree.leaves(self.shardings)
-
-
-def _turns(codec: Any) -> bool:
-    return bool(getattr(codec, "hadamard", False))
 
 
 def _name(codec: Codec) -> str:

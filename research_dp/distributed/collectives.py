@@ -19,9 +19,9 @@ from jax import lax
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Array, AxisName, AxisNames, Count, Dtype
-from research_dp.distributed.codecs import Codec, uniform
+from research_dp.distributed.codecs import Codec
 from research_dp.distributed.mesh import DATA_AXIS
-from research_dp.distributed.vma import as_varying, is_tracked
+from research_dp.distributed.vma import as_varying, bound_axes, is_tracked
 from research_dp.errors import UsageError
 
 Axes = tuple[str, ...]
@@ -270,6 +270,12 @@ class Wire:
         mean = add(sent / devices) if self.pre_divide else add(sent) / devices
         return mean.astype(result)
 
+    def of_bucket(self, number: int) -> Wire:
+        """The same, for one of several buckets: its draws are its own."""
+        if self.key is None:
+            return self
+        return dataclasses.replace(self, key=jax.random.fold_in(self.key, number))
+
     # With codecs. What a device's encoding loses is in the unit of its addend: the mean of the
     # addends is the mean that was received and the mean of the losses, over all devices.
 
@@ -277,78 +283,71 @@ class Wire:
         """(`all_mean`, float32 what encoding loses of this device's `x`).
 
         Summed over the axes from the last to the first, each device a part; the mean of a part is
-        encoded once, by the codec of the sums before it, and gathered as bytes.
+        encoded once, by the codec of the last sum that has one, and gathered as bytes.
         """
         axes = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
         codec = next(filter(None, map(self.codec_over, axes)), None)
         if codec is None:
-            mean = self._mean(x, axes, lambda sent: self.reduction.all_reduce(sent, axes))
-            return mean if axes else x, jnp.zeros(x.shape, jnp.float32)
+            plain = dataclasses.replace(self, codec=None, across=None)
+            return plain.all_mean(x, axes), jnp.zeros(x.shape, jnp.float32)
         devices = axes_size(axes)
         flat = _padded(x.astype(jnp.float32).reshape(-1), devices * codec.block)
-
-        def received(total: jax.Array) -> tuple[jax.Array, jax.Array]:
-            mean = total / devices  # of sums over all `axes`, once
-            sent, lost = self._encoded(mean.reshape(1, -1), codec, axes)
-            for name in axes:
-                sent = self.reduction.all_gather(sent, name, 1, "varying")
-            return codec.decode(sent).reshape(-1), lost[0] * devices
-
-        mean, lost = self._summed(flat, axes, received)
-        cut = (a[: x.size].reshape(x.shape) for a in (mean, lost))
-        return next(cut).astype(x.dtype), next(cut)
+        total, lost, start = self._summed(flat, tuple(reversed(axes)), x.dtype)
+        # Of sums over all `axes`, divided once.
+        sent, later = self._encoded((total / devices).reshape(1, -1), codec, len(axes))
+        for name in axes:
+            sent = self.reduction.all_gather(sent, name, 1, "varying")
+        lost = added_at(lost, start, later.reshape(-1) * devices)
+        cut = [a.reshape(-1)[: x.size].reshape(x.shape) for a in (codec.decode(sent), lost)]
+        return cut[0].astype(x.dtype), cut[1]
 
     def shard_and_loss(self, x: jax.Array, dim: int, axes: Axes) -> tuple[jax.Array, jax.Array]:
         """(`scatter_mean`, float32 what encoding loses of this device's `x`)."""
         devices = axes_size(axes)
         block = (*x.shape[:dim], x.shape[dim] // devices, *x.shape[dim + 1 :])
-        # Blocks in the order of devices, that is of `axes`: `_summed` takes the last one first.
         split = x.reshape(*x.shape[:dim], devices, *block[dim:])
         rows = jnp.moveaxis(split, dim, 0).astype(jnp.float32)
-
-        def own(total: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return total / devices, jnp.zeros_like(total)  # of sums over all `axes`, once
-
-        order = tuple(reversed(axes))  # the first axis first: it is cut first
-        mean, lost = self._summed(rows.reshape(-1), order, own)
+        total, lost, _ = self._summed(rows.reshape(-1), axes, x.dtype)
         lost = jnp.moveaxis(lost.reshape(devices, *block), 0, dim).reshape(x.shape)
-        return mean.reshape(block).astype(x.dtype), lost
+        return (total / devices).reshape(block).astype(x.dtype), lost  # of sums over all `axes`
 
     def _summed(
-        self,
-        x: jax.Array,
-        axes: Axes,
-        then: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-    ) -> tuple[jax.Array, jax.Array]:
-        """(what `then` makes of this device's part of the sum over axes, what is lost of `x`).
+        self, x: jax.Array, axes: Axes, dtype: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array | int]:
+        """(this device's part of the sum over axes, what is lost of `x`, where the part begins).
 
-        `x` is flat; over the last axis first. `then` returns what is lost of its part too.
+        `x` is flat, float32, and stands for an array of `dtype`. One axis after the other.
         """
-        if not axes:
-            return then(x)
-        *others, axis = axes
-        rows, codec = x.reshape(lax.axis_size(axis), -1), self.codec_over(axis)
-        if codec is None:
-            total = self.reduction.reduce_scatter(self.cast(rows, rows.dtype), axis, 0)
-            total, lost = total.reshape(-1).astype(x.dtype), jnp.zeros_like(rows)
-        else:
-            sent, lost = self._encoded(rows, codec, (axis,))
-            # Each device adds what it decodes; whoever calls divides, once.
-            received = codec.decode(self.reduction.all_to_all(sent, axis)).reshape(len(rows), -1)
-            total = _added(received[:, : rows.shape[1]])
-        result, later = self._summed(total, tuple(others), then)
-        return result, added_to_row(lost, lax.axis_index(axis), later).reshape(-1)
+        lost, start = jnp.zeros_like(x), jnp.int32(0)
+        for hop, axis in enumerate(axes):
+            rows, codec = x.reshape(lax.axis_size(axis), -1), self.codec_over(axis)
+            if codec is None:
+                scale = len(rows) if self.pre_divide else 1
+                sent = self.cast((rows / scale).astype(dtype), dtype)
+                x = self.reduction.reduce_scatter(sent, axis, 0).reshape(-1)
+                x = x.astype(jnp.float32) * scale
+            else:
+                sent, now = self._encoded(rows, codec, hop)
+                lost = now.reshape(-1) if hop == 0 else added_at(lost, start, now.reshape(-1))
+                # Each device adds what it decodes; whoever calls divides, once.
+                received = codec.decode(self.reduction.all_to_all(sent, axis))
+                x = _added(received.reshape(len(rows), -1)[:, : rows.shape[1]])
+            start += lax.axis_index(axis) * rows.shape[1]
+        return x, lost, start
 
-    def _encoded(self, rows: jax.Array, codec: Codec, axes: Axes) -> tuple[jax.Array, jax.Array]:
+    def _encoded(self, rows: jax.Array, codec: Codec, hop: int) -> tuple[jax.Array, jax.Array]:
         """Rows (n, k), padded: (their bytes (n, blocks, bytes), what is lost of them)."""
         blocks = _padded(rows, codec.block).reshape(len(rows), -1, codec.block)
         draws = None
         if codec.rounding == "stochastic":
             if self.key is None:
                 raise UsageError("a codec that rounds stochastically needs a key of the step.")
-            index = lax.iota(jnp.uint32, blocks.size).reshape(blocks.shape)
-            # Each device draws its own, so that what they lose is not the same.
-            draws = uniform(jax.random.fold_in(self.key, lax.axis_index(axes)), index)
+            # Each device draws its own, anew each time, so that what they lose is not the same.
+            key = jax.random.fold_in(self.key, lax.axis_index(bound_axes()))
+            key = jax.random.fold_in(jax.random.fold_in(key, hop), rows.size)
+            # Not before there are blocks: those of all arrays would be in memory together.
+            blocks, key = lax.optimization_barrier((blocks, key))
+            draws = jax.random.uniform(key, blocks.shape)
         sent = codec.encode(blocks, draws=draws)
         lost = blocks - codec.decode(sent)
         if self.feedback:  # computed first: `blocks` then take no memory while bytes travel
@@ -356,15 +355,15 @@ class Wire:
         return sent, lost.reshape(len(rows), -1)[:, : rows.shape[1]]
 
 
-def added_to_row(rows: jax.Array, number: jax.Array, row: jax.Array) -> jax.Array:
-    """The same rows, with another one added to one of them, in place."""
-    own = lax.dynamic_index_in_dim(rows, number, keepdims=False)
-    return lax.dynamic_update_index_in_dim(rows, own + row, number, 0)
+def added_at(x: jax.Array, start: Any, part: jax.Array) -> jax.Array:
+    """A flat array, with another one added to its elements from `start` on, in place."""
+    own = lax.dynamic_slice_in_dim(x, start, part.size)
+    return lax.dynamic_update_slice_in_dim(x, own + part, start, 0)
 
 
 def _added(rows: jax.Array) -> jax.Array:
     """The sum of rows, in their order where there are few: compilers choose another for `sum`."""
-    return functools.reduce(jnp.add, rows) if len(rows) <= 64 else jnp.sum(rows, 0)
+    return functools.reduce(jnp.add, rows) if len(rows) <= 16 else jnp.sum(rows, 0)
 
 
 def _padded(x: jax.Array, multiple: int) -> jax.Array:

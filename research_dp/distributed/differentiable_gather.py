@@ -127,7 +127,7 @@ class GatherOptions(NamedTuple):
 
     `gather_dtype` is that of the gathered array; None: its own (`cast_dtype`). `wire` is that of
     gradients, and its collectives and buckets are those of the gather too. `codec` encodes what is
-    gathered, an array of `shape` in all.
+    gathered, an array whose layers have this `shape` in all.
     """
 
     dim: int
@@ -159,7 +159,8 @@ class GatherOptions(NamedTuple):
 
         def backward(g: jax.Array) -> jax.Array:
             # `scatter_mean` sums over `axis` and divides by its size; nobody else does.
-            return wire.scatter_mean(wire.cast(g, dtype), dim, axes).astype(dtype)
+            sent = g if wire.encodes else wire.cast(g, dtype)
+            return wire.scatter_mean(sent, dim, axes).astype(dtype)
 
         return with_gradient(forward, backward)
 

@@ -47,19 +47,16 @@ def gather(
         dim: That is sharded over bound `axes`; None: each device has all.
         axes: Mesh axes.
         codec: One that `shares`.
-        shape: Of the array without padding, all devices' shards together.
+        shape: Of the array without padding, all devices' shards together; of a stack's layer.
         reduction: The collectives.
         moves: Whether anything is gathered: else it is what the others decode of this shard.
     """
     x, dim = x.astype(jnp.float32), dim if axes else None
-    if x.ndim < 2:
-        lead = (1,) * (2 - x.ndim)
-        found = gather(
-            *(x.reshape(*lead, *x.shape), None if dim is None else dim + len(lead), axes, codec),
-            *(shape, reduction),
-            moves=moves,
-        )
-        return found.reshape(found.shape[len(lead) :])
+    if len(shape) < 2:  # a row
+        dim = None if dim is None else dim + (dim == x.ndim - 1)
+        rows = x.reshape(*x.shape[:-1], 1, *x.shape[-1:])
+        found = gather(rows, dim, axes, codec, (1, *shape), reduction, moves=moves)
+        return found.reshape(*found.shape[:-2], *found.shape[-1:])
     sizes, most = tile(shape, codec.block), None
     if dim is None or dim < x.ndim - 2 or x.shape[dim] % sizes[dim - x.ndim] == 0:
         blocks = _in_tiles(x, sizes)
@@ -84,15 +81,13 @@ def alone(x: jax.Array, codec: Codec, *, stacked: bool = False) -> tuple[jax.Arr
     A stack is decoded layer by layer.
     """
     shape = x.shape[stacked:]
+    decoded = gather(x, None, (), codec, shape)
 
-    def one(x: jax.Array) -> jax.Array:
-        return gather(x, None, (), codec, shape)
+    def largest(y: jax.Array) -> jax.Array:
+        rows = y if len(shape) > 1 else y.reshape(-1, 1, *shape)
+        return jnp.max(_in_tiles(jnp.abs(rows), tile(shape, codec.block)), -1)
 
-    decoded = (jax.vmap(one) if stacked else one)(x)
-    error, most = (
-        jnp.max(_in_tiles(jnp.abs(jnp.atleast_2d(y)), tile(shape, codec.block)), -1)
-        for y in (decoded - x, x)
-    )
+    error, most = largest(decoded - x), largest(x)
     return decoded, float(jnp.max(error / jnp.where(most > 0, most, 1)))
 
 

@@ -251,7 +251,8 @@ def gather_params(
                 raise UsageError(f"{path}: gather over {axis_name!r}: {problem}")
             shards[i] = x, dim
         elif (here := by_codec[i]) and here.codec:
-            result[i] = here._replace(axis=()).differentiable(leaf.dtype)(leaf)
+            here = here._replace(axis=(), gather_dtype=None, wire=collectives.Wire())
+            result[i] = here.differentiable(leaf.dtype)(leaf)
     if mesh is None:
         plain = [i for i in shards if by_codec[i] is None]
         gathered = gather_shards([shards[i] for i in plain], options, rows)
@@ -278,7 +279,8 @@ def _encoded_gathers(
     for p in jax.tree.leaves(encoding.shardings):
         takes = codecs.takes(p)
         wire = dataclasses.replace(encoding.on(options.wire), bucket_bytes=0)
-        shape = p.shape if p.parts == 1 else p.split_shape
+        # Slices that are cut in parts have another shape, and so other blocks.
+        shape = p.layer_shape if p.parts == 1 else p.split_shape[p.stacked :]
         own = options._replace(wire=wire, codec=codecs.gather, shape=shape)
         found.append(own if takes and (codecs.gather or codecs.sync) else None)
     return found

@@ -157,12 +157,7 @@ def sign_descent(
         learning_rate: The size of a step in each element.
     """
     del optimizer
-
-    def signs(grads: PyTree, params: PyTree | None) -> PyTree:
-        del params
-        return jax.tree.map(jnp.sign, grads)
-
-    return optax.chain(optax.stateless(signs), optax.scale_by_learning_rate(learning_rate))
+    return optax.sign_sgd(learning_rate)
 
 
 sign_descent.algorithm = "it is descent by signs, not the run's optimizer"

@@ -187,6 +187,12 @@ class LeafSharding:
     multiple: int = 1  # the padded length is a multiple of this too
     parts: int = 1  # as in `ShardDecision`: `split_shape` has them along `dim`
     stacked: bool = False  # whether dim 0 counts the layers of a stack
+    table: tuple[int, ...] | None = None  # shape of the table of which these are some rows
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """Shape of a layer of a stack, or of the unsharded array."""
+        return (self.table or self.shape)[self.stacked :]
 
     @property
     def spec(self) -> PartitionSpec:

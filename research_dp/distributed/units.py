@@ -137,7 +137,7 @@ class Units:
             return function(_only(rows), carry, number)
 
         shardings = jax.tree.map(
-            lambda p: dataclasses.replace(p, shape=(size, *p.shape[1:])), shardings
+            lambda p: dataclasses.replace(p, shape=(size, *p.shape[1:]), table=p.shape), shardings
         )
         one = units._rematerialised(on_piece, shardings, remat)
         return _loop(one, jax.tree.map(cut, table), carry, jnp.arange(pieces))
@@ -229,7 +229,7 @@ def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) 
 
     `block` is (rows, features / devices). Results are in `gather_dtype`, gradients on the wire in
     that of `wire`. Derivatives of higher order are exact. With a codec the table is as it would be
-    gathered: rows are then sent as they are decoded.
+    gathered: rows are sent as they are decoded. Their gradients are not encoded.
     """
     count, dtype = block.shape[0], block.dtype
     devices = collectives.axes_size(collectives.flat_axes(options.axis))

@@ -218,12 +218,14 @@ def _on_slices(
     slices = jax.tree.map(placed, parameters, shardings[0], places)
 
     def gathered(new: PyTree, old: PyTree) -> PyTree:
-        codecs = encoding.compression if encoding else None
-        if codecs is None or codecs.update is None:
+        if encoding is None or (codecs := encoding.compression).update is None:
             return buckets.gathered(new, parts, over, wire, old)
         leaves, treedef = jax.tree.flatten(new)
         flat, before = jax.tree.leaves(parts), jax.tree.leaves(old)
-        taken = [codecs.takes(p) and p.dim is not None for p in flat]
+        whole_arrays = jax.tree.leaves(encoding.shardings)
+        taken = [
+            codecs.takes(a) and p.dim is not None for a, p in zip(whole_arrays, flat, strict=True)
+        ]
         plain = [i for i, one in enumerate(taken) if not one]
         some, layout, old_ones = ([x[i] for i in plain] for x in (leaves, flat, before))
         whole = buckets.gathered(some, layout, over, wire, old_ones)
@@ -263,7 +265,7 @@ def _changed(
 
         return lax.scan(layer, old, jnp.arange(old.shape[0]))[0]
     change = new.astype(jnp.float32) - buckets.shard_tree(old, p, axis=over).astype(jnp.float32)
-    full = encoded.gather(change, p.dim, over, codec, p.shape, wire.reduction)
+    full = encoded.gather(change, p.dim, over, codec, p.layer_shape, wire.reduction)
     return (old + sharding.fitted(full, old.shape)).astype(old.dtype)
 
 

@@ -98,7 +98,9 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
         )
     if config.compression:
         raise binding_error(
-            "data_parallel.compression", ": engine 'compiled' leaves collectives to the compiler."
+            "data_parallel.compression",
+            ": engine 'compiled' leaves collectives to the compiler. Bind None, or a strategy of "
+            "engine 'mapped', e.g. strategies/fsdp.gin.",
         )
     _refuse_idle(config, gathers=config.shard is not None)
     if config.gather and not slots.options_of(config.gather, {"mesh": config.mesh}):

@@ -23,7 +23,7 @@ class ErrorFeedback:
 
     A device sends C(g + e) of its gradient g, and keeps e = g + e - C(g + e), in float32. Where it
     has a part of the mean, it keeps what is lost of that too. So what is sent and what is kept are
-    together the gradients, but for the rounding of float32.
+    together the gradients, but for the rounding of float32 and of the means to gradients' dtypes.
 
     Attributes:
         func: A function of slot `sync` that takes `encoding`.
@@ -75,7 +75,8 @@ class ErrorFeedback:
         means = jax.tree.map(
             lambda m, g: value_of(m).astype(value_of(g).dtype), means, grads, is_leaf=is_box
         )
-        kept = [losses.get(i, e) for i, e in enumerate(errors)]
+        # What nobody encodes, as on one device, is sent in full.
+        kept = [losses.get(i, jax.tree.map(jnp.zeros_like, e)) for i, e in enumerate(errors)]
         return means, {"error": tree.unflatten(kept)}
 
     @takes("stored")

@@ -22,7 +22,7 @@ from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_siz
 from research_dp.distributed.gradient_sync import sync_gradients
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS
 from research_dp.distributed.sharding import LeafSharding, is_sharded
-from research_dp.errors import binding_error
+from research_dp.errors import UsageError, binding_error
 from research_dp.strategies.error_feedback import pending, resized
 from research_dp.types import PyTree
 
@@ -69,13 +69,14 @@ class PowerSGD:
         leaves, tree = flat
         error, basis = list[Any](), list[Any]()
         for p, own_key in zip(leaves, jax.random.split(key, len(leaves)), strict=True):
-            rank, side = self._rank_of(p), _side(p)
-            size = (*p.shape[:-2], p.shape[-2 if side == -1 else -1], rank)
+            rank = self._rank_of(p)
+            size = (*p.shape[:-2], _basis_rows(p), rank) if rank else ()
             error.append(jnp.zeros(p.local_shape) if rank else ())
             basis.append(jax.random.normal(own_key, size) if rank else ())
         return {"error": tree.unflatten(error), "basis": tree.unflatten(basis)}
 
     @takes("reduction", "shardings", "stored")
+    @jax.default_matmul_precision("highest")  # what is sent and what is kept are the gradient
     def apply(
         self,
         grads: PyTree,
@@ -146,6 +147,15 @@ class PowerSGD:
         self, state: Mapping[str, PyTree], *, devices: Mapping[str, int], stored: PyTree
     ) -> dict[str, PyTree]:
         """The mean of the errors is what it was."""
+        for p, basis in zip(
+            jax.tree.leaves(stored), jax.tree.leaves(state["basis"], is_leaf=_is_none), strict=True
+        ):
+            if not _is_none(basis) and basis.shape[-2] != _basis_rows(p):
+                raise UsageError(
+                    f"power_sgd factors {p.path} {p.shape} from its other side where other devices "
+                    "share it: continue with as many devices, or shard the same dim "
+                    "(shard_params.rule)."
+                )
         return {**state, "error": resized(state["error"], devices, stored)}
 
 
@@ -154,6 +164,14 @@ def _side(p: LeafSharding) -> int | None:
     if p.dim is None:
         return 0
     return p.dim - len(p.shape) if p.dim >= len(p.shape) - 2 and p.parts == 1 else None
+
+
+def _basis_rows(p: LeafSharding) -> int:
+    return p.shape[-2 if _side(p) == -1 else -1]
+
+
+def _is_none(x: Any) -> bool:
+    return isinstance(x, tuple)
 
 
 def _turned(x: jax.Array, p: LeafSharding) -> jax.Array:

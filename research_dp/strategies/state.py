@@ -23,7 +23,7 @@ from research_dp.distributed.optimizer import apply_in_step, map_state
 from research_dp.distributed.sharding import LeafSharding, ShardDecision, largest_dim, path_name
 from research_dp.errors import UsageError, binding_error, first_line
 from research_dp.strategies import slots, strategy
-from research_dp.strategies.frozen import MODEL_STATE, plain_name
+from research_dp.strategies.frozen import MODEL_STATE, matched, plain_name
 from research_dp.strategies.step import step_of
 from research_dp.strategies.strategy import PlacedBatch, StrategyConfig, TrainSpec, TrainState
 from research_dp.types import PyTree
@@ -185,6 +185,8 @@ def infer_state_sharding(
     sharding.by_path(abstract)  # a checkpoint has its arrays by path, so it needs different ones
     _check_state_axes(config)
     slices = _param_shardings(config, spec, abstract.params)
+    if config.compression and (patterns := config.compression.patterns):
+        matched([p.path for p in jax.tree.leaves(slices)], patterns, "compression.exempt")
     params = _of_params(config, slices, sharded=params_sharded)
     step_of(config.reduction).check_model(config, spec, abstract)
     specs = jax.tree.map(lambda _: PartitionSpec(), abstract)._replace(

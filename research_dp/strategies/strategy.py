@@ -20,7 +20,7 @@ from research_dp.argument_types import Count, Dtype, MaxNorm, Seed, Transform, d
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.codecs import Compression
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.mesh import FSDP_AXIS, noting
+from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, noting, sizes_text
 from research_dp.distributed.optimizer import LossScale, with_master_weights
 from research_dp.distributed.placement import nbytes
 from research_dp.distributed.sharding import fitted_tree
@@ -283,6 +283,8 @@ class StrategyConfig:
                 "with the scale. Use 'step'.",
             )
 
+        if isinstance(self.sync, ErrorFeedback):  # of another compression
+            object.__setattr__(self, "sync", self.sync.func)
         if self.compression:
             self._check_compression(self.compression)
 
@@ -308,15 +310,35 @@ class StrategyConfig:
                 ": a gather, whose gradients are scattered where it is used, has no random key of "
                 "the step. Bind a codec with rounding = 'nearest'.",
             )
-        if given.of_gradients and self.reduction.logical_shards is not None:
+        rounds = next((n for n in ("sync", "across", "update") if getattr(given, n)), None)
+        if rounds and self.reduction.logical_shards is not None:
             raise binding_error(
-                f"compression.{'sync' if given.sync else 'across'}",
-                " with exact sums (data_parallel.reduction): each device rounds the sum of its own "
-                "logical shards, so the result depends on their number. Bind None; gathers of "
-                "parameters can be encoded.",
+                f"compression.{rounds}",
+                " with exact sums (data_parallel.reduction): each device rounds what it has, so "
+                "the result depends on their number. Bind None; compression.gather alone has the "
+                "same bits on any number of devices.",
             )
-        if given.error_feedback and not isinstance(self.sync, slots.Stateful):
-            assert self.sync is not None
+        sizes = self.mesh.shape
+        if given.across and sizes[DATA_AXIS] == 1:
+            raise binding_error(
+                "compression.across",
+                f" has no effect: axis {DATA_AXIS!r} has one device. Bind None, or make_mesh.axes.",
+            )
+        if given.votes and min(sizes.values()) > 1:
+            raise binding_error(
+                "compression.sync",
+                f" = @sign() over {sizes_text(sizes)}: groups would vote, and then their votes. "
+                f"Bind make_mesh.axes = {{'{DATA_AXIS}': -1, '{FSDP_AXIS}': 1}}, or sign.scaled.",
+            )
+        if given.error_feedback:
+            if self.sync is None or isinstance(self.sync, slots.Stateful):
+                problem = " = True, but `sync` has a state of its own. Bind False."
+                raise binding_error("compression.error_feedback", problem)
+            if self.sync_each == "micro_batch":
+                problem = (
+                    " = True with sync_each = 'micro_batch': the weight of a step is not known"
+                )
+                raise binding_error("compression.error_feedback", f"{problem} then. Bind False.")
             object.__setattr__(self, "sync", ErrorFeedback(self.sync, given))
 
     @property
@@ -325,10 +347,10 @@ class StrategyConfig:
         if self.param_dtype is not None:
             return self.param_dtype
         with contextlib.suppress(NotImplementedError):  # then the function says what to bind
-            bound = slots.bound_value(self.update, "gather_dtype")
-            # Parameters that get encoded changes are no longer those that the optimizer keeps.
-            return bound or ("float32" if self.compression and self.compression.update else None)
-        return None
+            if bound := slots.bound_value(self.update, "gather_dtype"):
+                return bound
+        # To which encoded changes are added: the optimizer keeps its own.
+        return "float32" if self.compression and self.compression.update else None
 
     @property
     def algorithm(self) -> str | None:

@@ -15,7 +15,6 @@ from research_dp.distributed.codecs import (
     int8,
     sign,
     top_k,
-    uniform,
 )
 from research_dp.distributed.collectives import Wire
 from research_dp.distributed.sharding import LeafSharding
@@ -101,22 +100,12 @@ def test_what_is_not_finite_stays_so_in_its_own_block(name, wrong):
 def test_stochastic_rounding_is_unbiased(codec):
     x, times = noise(codec.block), 4000
     keys = jax.vmap(jax.random.key)(jnp.arange(times))
-    index = jnp.arange(codec.block, dtype=jnp.uint32)
-    draws = jax.vmap(lambda key: uniform(key, index))(keys)
+    draws = jax.vmap(lambda key: jax.random.uniform(key, (codec.block,)))(keys)
     found = decoded(codec, np.broadcast_to(x, (times, codec.block)), draws=draws)
     scale = np.abs(x).max() / codec.largest
     # Of one element the mean of so many draws is off by scale / 2 / sqrt(times), 5 times at most.
     assert np.abs(found.mean(0) - x).max() < 5 * scale / 2 / np.sqrt(times)
     assert np.abs(found[0] - x).max() > scale / 2, "it is not to the nearest"
-
-
-def test_draws_are_those_of_the_place_whatever_else_is_drawn():
-    key = jax.random.key(3)
-    all_of_them = np.asarray(uniform(key, jnp.arange(1000, dtype=jnp.uint32)))
-    part = np.asarray(uniform(key, jnp.arange(700, 731, dtype=jnp.uint32)))
-    np.testing.assert_array_equal(all_of_them[700:731], part)
-    assert all_of_them.min() >= 0 and all_of_them.max() < 1
-    assert abs(all_of_them.mean() - 0.5) < 0.05 and len(set(all_of_them)) > 990
 
 
 def test_hadamard_spreads_a_large_element():
@@ -134,7 +123,7 @@ def test_a_vote_of_zeros_moves_nothing_and_draws_are_drawn():
     assert not decoded(codec, np.zeros(codec.block)).any()
     x = np.zeros(codec.block, np.float32)
     x[::2] = noise(codec.block // 2)
-    draws = uniform(jax.random.key(0), jnp.arange(codec.block, dtype=jnp.uint32))
+    draws = jax.random.uniform(jax.random.key(0), (codec.block,))
     found = decoded(codec, x, draws=draws)
     np.testing.assert_array_equal(found[::2], np.sign(x[::2]))
     assert abs(found[1::2].mean()) < 0.2
@@ -254,6 +243,21 @@ def test_shards_and_what_is_lost_are_the_mean(name, mesh, dim):
     np.testing.assert_allclose(mean + lost.mean(0), x.mean(0), atol=2e-6)
 
 
+def test_each_device_bucket_and_hop_draws_its_own():
+    wire = WIRES["stochastic"]
+    x = np.broadcast_to(noise(1, 1000), (8, 1000))
+    lost = [summed(w, x, (2, 4))[1] for w in (wire, wire.of_bucket(0), wire.of_bucket(1))]
+    assert len({row.tobytes() for rows in lost for row in rows}) == 24
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_float16_sums_without_a_codec_are_divided_before(mesh):
+    x = noise(8, 1000) + np.float32(3e4)
+    wire = Wire(dtype="float16", pre_divide=True, across=int8())
+    mean, _ = summed(wire, x, mesh)
+    assert np.abs(mean[0] - x.mean(0)).max() < 3e4 / 100
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_codec_that_changes_nothing_adds_in_the_order_of_devices(mesh):
     x = noise(8, 1000)
@@ -286,8 +290,10 @@ def test_small_and_exempt_arrays_are_not_encoded():
         ({"gather": sign()}, "compression.gather: .* rounds each element"),
         ({"update": int4(hadamard=True)}, "compression.update: .* rounds each element"),
         ({"gather": int8(rounding="stochastic")}, "to the nearest"),
+        ({}, "names no codec"),
         ({"error_feedback": True}, "no gradients are encoded"),
         ({"sync": int8(), "by_unit": True}, "by_unit = True without error_feedback"),
+        ({"sync": sign(), "by_unit": True, "error_feedback": True}, "which are of a step"),
         ({"sync": "int8"}, "compression.sync"),
         ({"min_size": -1}, "compression.min_size"),
     ],

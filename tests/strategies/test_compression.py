@@ -13,9 +13,11 @@ from research_dp.certification.certify import AFTER, certify
 from research_dp.certification.noise import train_batches
 from research_dp.config import gin_internals, load
 from research_dp.distributed import collectives, encoded
+from research_dp.distributed.codecs import int4, int8
 from research_dp.distributed.mesh import build_mesh
 from research_dp.strategies import error_feedback
 from research_dp.strategies.jaxpr_collectives import of_step
+from research_dp.strategies.state import resize_slots
 from tests.support import decoder
 from tests.support.certified import batches, bench_of, noise, small_model, spec_of
 from tests.support.codecs import FloatBytes
@@ -25,6 +27,7 @@ from tests.support.strategies import build, one_matrix, run_steps
 
 ON = ["data_parallel.compression = @compression()", "compression.min_size = 0"]
 SHIPPED = ["fsdp_q8", "ddp_q8", "zero1_q4", "ddp_sign", "hsdp_powersgd"]
+EXACT = "data_parallel.reduction = @tree_reduction()"
 FEEDBACK = "compression.error_feedback = True"
 
 
@@ -91,7 +94,7 @@ def small(name):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_ones_send_bytes_and_say_that_they_are_others(name):
-    mesh = None if name in ("fsdp_q8", "ddp_sign") else (2, 4)
+    mesh = (2, 4) if name == "ddp_q8" else None
     strategy = of_shipped(name, small(name), mesh=mesh).build(spec_of(small_model("linen")))
     assert strategy.algorithm
     large = {c.dtype for c in of_step(strategy) if c.nbytes > 300}
@@ -110,7 +113,7 @@ def certificate(name, *bindings, mesh=None):
     [
         ("fsdp_q8", None),
         ("ddp_q8", (2, 4)),
-        ("zero1_q4", (2, 4)),
+        ("zero1_q4", None),
         exhaustive("ddp_sign", None),
         exhaustive("ddp_q8", None),
         exhaustive("hsdp_powersgd", (2, 4)),
@@ -215,13 +218,25 @@ def test_error_feedback_that_a_restore_forgets_is_named(monkeypatch):
         ("ddp", codecs("update"), "compression.update has no effect"),
         ("fsdp", codecs("update"), "compression.update has no effect"),
         ("spmd", codecs("gather"), "compression.gather has no effect"),
+        ("fsdp", codecs("gather", "across"), "compression.across has no effect"),
+        (
+            "hsdp",
+            [*codecs("sync"), "data_parallel.sync = @power_sgd()", FEEDBACK],
+            "state of its own",
+        ),
+        ("ddp", ON, "compression names no codec"),
+        ("zero2", codecs("sync", FEEDBACK), "the weight of a step is not known"),
+        ("ddp", [*codecs("sync"), "compression.exempt = 'embd/.*'"], "matches none"),
+        ("ddp", [*codecs("sync"), "compression.exempt = '['"], "no regular expression"),
         ("spmd_fsdp", codecs("gather"), "engine 'compiled'"),
         ("fsdp", codecs("sync", FEEDBACK), "the memory that sharding saves"),
         ("fsdp", codecs("sync", codec="@sign()"), "no random key"),
+        ("ddp", [*codecs("sync"), EXACT], "compression.sync with exact sums"),
+        ("zero1", [*codecs("update"), EXACT], "compression.update with exact sums"),
         (
             "ddp",
-            [*codecs("sync"), "data_parallel.reduction = @tree_reduction()"],
-            "compression.sync with exact sums",
+            [*codecs("sync", codec="@sign()"), "make_mesh.axes = {'data': 2, 'fsdp': 4}"],
+            "groups would vote",
         ),
     ],
 )
@@ -232,7 +247,7 @@ def test_what_has_no_effect_or_no_sense_is_refused(stem, bindings, said):
 
 
 def test_exact_sums_take_encoded_gathers_and_keep_the_bits_of_one_device():
-    exact = ["data_parallel.reduction = @tree_reduction()", "tree_reduction.logical_shards = 8"]
+    exact = [EXACT, "tree_reduction.logical_shards = 8"]
     bits = set()
     for devices in (1, 2, 8):
         load.reset()
@@ -242,6 +257,47 @@ def test_exact_sums_take_encoded_gathers_and_keep_the_bits_of_one_device():
         state = strategy.logical(run_steps(strategy, 2))
         bits.add(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(state.params)))
     assert len(bits) == 1
+
+
+def test_on_one_device_what_waited_is_sent_in_full():
+    """A run that continues on one device has no errors any more, and adds them once."""
+    config = recipe("ddp", *codecs("sync", FEEDBACK, codec="@int4()"))
+    spec = spec_of(small_model("linen"))
+    state = config.build(spec).logical(run_steps(config.build(spec), 2))
+    mesh = build_mesh({"data": 1, "fsdp": 1}, jax.devices()[:1])
+    alone = dataclasses.replace(config, mesh=mesh).build(spec)
+    moved = resize_slots(alone, jax.device_put(jax.tree.map(np.asarray, state), jax.devices()[0]))
+    waits = jax.tree.leaves(moved.slots)
+    assert any(np.any(x) for x in waits)
+    after, _ = harness.take_step(alone, harness.to_devices(alone, moved), batches()[0])
+    assert not any(np.any(x) for x in jax.tree.leaves(after.slots))
+
+
+def test_another_compression_replaces_the_codecs_of_error_feedback():
+    config = recipe("ddp", *codecs("sync", FEEDBACK))
+    assert isinstance(config.sync, error_feedback.ErrorFeedback)
+    assert not hasattr(dataclasses.replace(config, compression=None).sync, "resize")
+    other = dataclasses.replace(config.compression, sync=int4())
+    assert "int4" in dataclasses.replace(config, compression=other).algorithm
+
+
+def test_stacked_vectors_are_encoded_layer_by_layer():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 256)) * [[1], [10], [100], [1000]])
+    decoded, _ = encoded.alone(x, int8(), stacked=True)
+    assert np.all(np.abs(decoded - x).max(1) <= np.abs(x).max(1) / 254 * 1.001)
+
+
+def test_replicated_parameters_keep_their_dtype():
+    narrow = ["gather_params.gather_dtype = 'bfloat16'", "shard_params.min_weight_size = 1000000"]
+    codec = codecs("gather")
+    with pytest.warns(UserWarning, match="nothing is sharded"):
+        strategy = build("fsdp", one_matrix(), bindings=[*codec, *narrow])
+    text = str(
+        jax.make_jaxpr(strategy.train_step.__wrapped__)(
+            strategy.abstract_state, strategy.abstract_batch
+        )
+    )
+    assert "bf16" not in text
 
 
 def test_what_is_exempt_is_sent_as_it_is():
