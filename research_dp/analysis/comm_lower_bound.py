@@ -20,7 +20,7 @@ from research_dp.distributed import matrices
 from research_dp.distributed.codecs import Codec
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
 from research_dp.distributed.optimizer import apply_in_step
-from research_dp.distributed.sharding import STACK, TABLE, LeafSharding, unit_kind, unit_of
+from research_dp.distributed.sharding import TABLE, LeafSharding, unit_of
 from research_dp.distributed.units import Units, take_rows
 from research_dp.strategies import Strategy, TrainSpec, slots
 from research_dp.strategies.jaxpr_collectives import collectives
@@ -69,8 +69,7 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
         gather, scatter, sync = (
             width if dtype is None else min(widest, jnp.dtype(dtype).itemsize) for dtype in dtypes
         )
-        is_stacked = unit_kind(param.path, spec.model.units) == STACK
-        offered = {"devices": dict(mesh.shape), "stacked": is_stacked, "sharding": param}
+        offered = {"devices": dict(mesh.shape), "stacked": param.stacked, "sharding": param}
         of_row, of_row_grad = gather, scatter  # not encoded
         gather = _own(config.gather, param, offered) or gather
         own = _own(config.sync, param, offered)

@@ -238,13 +238,13 @@ def _check_encoded(certificate: Certificate, strategy: Strategy, state: TrainSta
     codecs = strategy.config.compression
     if codecs is None or codecs.gather is None:
         return
-    found, worst, place = compare_steps.gathered(strategy, state), 0.0, ""
-    different = None
+    exact, found = by_path(state.params), by_path(compare_steps.gathered(strategy, state))
+    different, worst, place = None, 0.0, ""
     for path, p in by_path(strategy.shardings.params).items():
         if not codecs.takes(p):
             continue
-        exact, own = by_path(state.params)[path], by_path(found)[path]
-        decoded, ratio = encoded.alone(jnp.asarray(exact), codecs.gather, stacked=p.stacked)
+        own, x = found[path], jnp.asarray(exact[path])
+        decoded, ratio = encoded.alone(x, codecs.gather, stacked=p.stacked)
         if np.asarray(decoded.astype(own.dtype)).tobytes() != own.tobytes():
             different = different or path
         if ratio >= worst:

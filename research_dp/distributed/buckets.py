@@ -166,8 +166,9 @@ def shards_of_mean(
     def move(rows: jax.Array, number: int) -> tuple[jax.Array, ...]:
         # Each mean divides by the size of the axes that it sums over: together, once by each.
         if wire.encodes:
-            block, lost = wire.of_bucket(number).shard_and_loss(rows, 0, axes)
-            mean, later = wire.of_bucket(number).mean_and_loss(block, replica_axes)
+            own_wire = wire.of_bucket(number)
+            block, lost = own_wire.shard_and_loss(rows, 0, axes)
+            mean, later = own_wire.mean_and_loss(block, replica_axes)
             start, own = lax.axis_index(axes) * block.size, later.reshape(-1) * axes_size(axes)
             return mean, collectives.added_at(lost.reshape(-1), start, own).reshape(rows.shape)
         if all(is_replicated(rows, name) for name in axes):

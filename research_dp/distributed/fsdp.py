@@ -276,9 +276,9 @@ def _encoded_gathers(
     if encoding is None:
         return [None] * count
     codecs, found = encoding.compression, list[GatherOptions | None]()
+    wire = dataclasses.replace(encoding.on(options.wire), bucket_bytes=0)
     for p in jax.tree.leaves(encoding.shardings):
         takes = codecs.takes(p)
-        wire = dataclasses.replace(encoding.on(options.wire), bucket_bytes=0)
         # Slices that are cut in parts have another shape, and so other blocks.
         shape = p.layer_shape if p.parts == 1 else p.split_shape[p.stacked :]
         own = options._replace(wire=wire, codec=codecs.gather, shape=shape)

@@ -18,7 +18,29 @@ from research_dp.strategies import slots
 from research_dp.types import PyTree
 
 
-class ErrorFeedback:
+class KeepsErrors:
+    """What slots have in common whose state has errors of each device, as `error`."""
+
+    @takes("stored")
+    def pending(self, state: Mapping[str, PyTree], *, stored: PyTree) -> PyTree:
+        """What of the mean gradient was not sent yet, given the state of all devices."""
+
+        def one(p: LeafSharding, error: Any) -> jax.Array:
+            if isinstance(error, tuple):
+                return jnp.zeros(p.shape, p.dtype)
+            return _mean(p, error).astype(p.dtype)
+
+        return jax.tree.map(one, stored, state["error"])
+
+    @takes("devices", "stored")
+    def resize(
+        self, state: Mapping[str, PyTree], *, devices: Mapping[str, int], stored: PyTree
+    ) -> dict[str, PyTree]:
+        """The mean of the errors is what it was."""
+        return {**state, "error": resized(state["error"], devices, stored)}
+
+
+class ErrorFeedback(KeepsErrors):
     """A slot `sync` whose gradients are encoded, with a state of what was lost of each.
 
     A device sends C(g + e) of its gradient g, and keeps e = g + e - C(g + e), in float32. Where it
@@ -78,29 +100,6 @@ class ErrorFeedback:
         # What nobody encodes, as on one device, is sent in full.
         kept = [losses.get(i, jax.tree.map(jnp.zeros_like, e)) for i, e in enumerate(errors)]
         return means, {"error": tree.unflatten(kept)}
-
-    @takes("stored")
-    def pending(self, state: Mapping[str, PyTree], *, stored: PyTree) -> PyTree:
-        """What of the mean gradient was not sent yet, given the errors of all devices."""
-        return pending(state["error"], stored)
-
-    @takes("devices", "stored")
-    def resize(
-        self, state: Mapping[str, PyTree], *, devices: Mapping[str, int], stored: PyTree
-    ) -> dict[str, PyTree]:
-        """The mean of the errors is what it was."""
-        return {"error": resized(state["error"], devices, stored)}
-
-
-def pending(errors: PyTree, stored: PyTree) -> PyTree:
-    """The mean over devices of their errors (devices, ...), unsharded; 0 where there are none."""
-
-    def one(p: LeafSharding, error: Any) -> jax.Array:
-        if isinstance(error, tuple):
-            return jnp.zeros(p.shape, p.dtype)
-        return _mean(p, error).astype(p.dtype)
-
-    return jax.tree.map(one, stored, errors)
 
 
 def resized(errors: PyTree, devices: Mapping[str, int], stored: PyTree) -> PyTree:

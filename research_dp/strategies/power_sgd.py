@@ -23,12 +23,12 @@ from research_dp.distributed.gradient_sync import sync_gradients
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS
 from research_dp.distributed.sharding import LeafSharding, is_sharded
 from research_dp.errors import UsageError, binding_error
-from research_dp.strategies.error_feedback import pending, resized
+from research_dp.strategies.error_feedback import KeepsErrors
 from research_dp.types import PyTree
 
 
 @gin.register("power_sgd", module="strategies")
-class PowerSGD:
+class PowerSGD(KeepsErrors):
     """Averages matrices of gradients at a low rank; what is lost is added to the next gradient.
 
     The last two dims of an array are a matrix, those before count matrices: layers of a stack,
@@ -137,11 +137,6 @@ class PowerSGD:
         inside = (rows + 3 * columns) * (shards - 1) / shards
         return count * ((rows + columns) / shards + inside / (2 * (groups - 1) / groups))
 
-    @takes("stored")
-    def pending(self, state: Mapping[str, PyTree], *, stored: PyTree) -> PyTree:
-        """What of the mean gradient was not sent yet, given the state of all devices."""
-        return pending(state["error"], stored)
-
     @takes("devices", "stored")
     def resize(
         self, state: Mapping[str, PyTree], *, devices: Mapping[str, int], stored: PyTree
@@ -156,7 +151,7 @@ class PowerSGD:
                     "share it: continue with as many devices, or shard the same dim "
                     "(shard_params.rule)."
                 )
-        return {**state, "error": resized(state["error"], devices, stored)}
+        return super().resize(state, devices=devices, stored=stored)
 
 
 def _side(p: LeafSharding) -> int | None:
