@@ -46,6 +46,8 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
     """
     config, mesh = strategy.config, strategy.mesh
     shards, replicas = mesh.shape[FSDP_AXIS], mesh.shape[DATA_AXIS]
+    of_rounds = _outer_bytes(strategy)
+    replicas = 1 if config.outer else replicas  # that a step averages over
     # How many passes gather sharded parameters and scatter their gradients; how often gradients are
     # synchronised; whether a backward pass gathers again; whether each unit is gathered where it is
     # used, or everything beforehand.
@@ -62,7 +64,7 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
     accumulated = config.accumulation_dtype if accumulates and not scattered_once else None
     dtypes = [slots.bound_value(config.gather, n) for n in ("gather_dtype", "grad_scatter_dtype")]
     dtypes.append(slots.bound_value(config.sync, "dtype") or accumulated)
-    uses, total = _unit_uses(strategy, spec), _update_bytes(strategy)
+    uses, total = _unit_uses(strategy, spec), of_rounds + _update_bytes(strategy)
     trees = (strategy.shardings.params, strategy.shardings.slices)
     for param, update in zip(*map(jax.tree.leaves, trees), strict=True):
         size, width = math.prod(update.split_shape), min(widest, param.dtype.itemsize)
@@ -127,9 +129,22 @@ def narrow_file(strategy: Strategy) -> str | None:
     return "precision/bf16_collectives.gin"
 
 
+def _outer_bytes(strategy: Strategy) -> float:
+    """Bytes that replicas send when they meet, on average over steps."""
+    outer, replicas = strategy.config.outer, strategy.mesh.shape[DATA_AXIS]
+    if outer is None:
+        return 0.0
+    formula = getattr(outer, "wire_bytes", lambda shape, dtype: math.prod(shape) * dtype.itemsize)
+    params = jax.tree.leaves(strategy.shardings.params)
+    return _ring(2 * sum(formula(p.local_shape, p.dtype) for p in params), replicas) / outer.every
+
+
 def _update_bytes(strategy: Strategy) -> float:
     """Bytes that an optimizer sends of its own accord (`on_matrices`), counted in its update."""
     slices, state = strategy.shardings.slices, strategy.logical_state
+    if strategy.outer_programs:  # of one replica
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.opt_state)
+        state = state._replace(opt_state=one)
     if strategy.config.reduction.logical_shards is not None:
         return 0.0
     update = functools.partial(apply_in_step, strategy.spec.optimizer)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from research_dp.analysis import hlo, hlo_collectives
@@ -25,7 +26,7 @@ class ProgramCost:
     flops: int  # of matrix multiplications
     collectives: tuple[CompiledCollective, ...]
     schedule: Schedule  # predicted times: estimates
-    timeline: Timeline | None = None  # of the program that was read
+    timeline: Timeline | Mixed | None = None  # of the program that was read
 
     def seconds_at(self, link_rate: float) -> float:
         """The predicted time of a step, in seconds, were the slowest links of another speed.
@@ -57,6 +58,23 @@ class ProgramCost:
     def wire_bytes_by(self, *fields: str) -> dict[tuple[str, ...], float]:
         """By fields of a collective: ('kind', 'axes') gives {('permute', 'data+fsdp'): 4.5e9}."""
         return wire_bytes_by(self.collectives, *fields)
+
+
+def on_average(parts: Sequence[tuple[ProgramCost, float]]) -> ProgramCost:
+    """The cost of a step on average, of programs that each run in a share of the steps."""
+    collectives = tuple(
+        dataclasses.replace(c, share=c.share * share)
+        for cost, share in parts
+        for c in cost.collectives
+    )
+    timeline = Mixed(tuple((cost.timeline, share) for cost, share in parts))
+    return dataclasses.replace(
+        parts[0][0],
+        flops=round(sum(share * cost.flops for cost, share in parts)),
+        collectives=collectives,
+        schedule=timeline.at(link_rate(timeline.topology)),
+        timeline=timeline,
+    )
 
 
 def wire_bytes_by(
@@ -151,6 +169,24 @@ class Timeline:
             return times[name], routes[name].crosses, nbytes[name]
 
         return simulate(self.entry, chip, network, self.events)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mixed:
+    """Several programs, each of which runs in a share of the steps: as a `Timeline`."""
+
+    parts: tuple[tuple[Any, float], ...]  # timelines and shares
+
+    @property
+    def topology(self) -> Topology:
+        return self.parts[0][0].topology
+
+    def at(self, link_rate: float, *, latency: bool = True) -> Schedule:
+        """The schedule of a step on average."""
+        found = [(timeline.at(link_rate, latency=latency), share) for timeline, share in self.parts]
+        weighted = [np.array(dataclasses.astuple(one), float) * share for one, share in found]
+        *times, is_lower_bound = np.sum(weighted, 0).tolist()
+        return dataclasses.replace(Schedule(*times), is_lower_bound=bool(is_lower_bound))
 
 
 def flops_of(entry: Computation) -> dict[str, int]:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from research_dp.certification import compare_steps, costs
+from research_dp.certification import compare_steps, costs, replicas
 from research_dp.certification.certificate import Certificate, furthest
 from research_dp.certification.compare_steps import StepComparison, compare_step, conserved
 from research_dp.certification.diagnose import SHOWN, find_cause
 from research_dp.certification.harness import (
     Batch,
     Bench,
+    Restore,
     place_rows,
     run_step,
-    to_devices,
+    saved,
     to_host,
     with_slots,
 )
@@ -34,15 +32,12 @@ from research_dp.distributed import encoded
 from research_dp.distributed.mesh import build_mesh, sizes_text
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError, some_of
-from research_dp.runs.checkpoint import Checkpoints
-from research_dp.runs.manifest import Progress
 from research_dp.strategies import Strategy, TrainState, slots
 from research_dp.strategies.batch_losses import order_dependence
 from research_dp.strategies.state import resize_slots
 from research_dp.strategies.strategy import init_key
 from research_dp.types import DataSet
 
-Restore = Callable[[Strategy], TrainState]
 MAX_UNJUDGED = 0.01  # of the squared norm of the gradients
 _SAME_MEAN = 1e-5  # of the largest element: means in float32, in another order
 AFTER = 3  # steps after a checkpoint, and after a first difference
@@ -78,6 +73,12 @@ def certify(
     `dtypes` are the floating-point ones that the configuration names. Raises UsageError if the
     strategy or the oracle cannot be built.
     """
+    if bench.config.outer is not None:
+        alone = replicas.one_replica(bench)
+        certificate = certify(alone, data, steps=steps, dtypes=dtypes, report=report)
+        if certificate.is_right:
+            replicas.check_rounds(certificate, bench, data, report)
+        return certificate
     strategy, oracle = bench.strategy, bench.oracle
     certificate = Certificate(
         f"{strategy.name} on {sizes_text(strategy.mesh.shape)} against {oracle.name}, "
@@ -263,7 +264,7 @@ def _check_round_trips(
 ) -> None:
     """Checks the bits of a state that is saved and restored, by other strategies too."""
     strategy, oracle = bench.strategy, bench.oracle
-    with _saved(bench, strategy, state) as restore:
+    with saved(bench, strategy, state) as restore:
         restored = restore(strategy)
         certificate.check_bits("saved and restored", first_difference(restored, state))
         ends = []
@@ -276,7 +277,7 @@ def _check_round_trips(
             name = f"moved to {other.name} on {sizes_text(other.mesh.shape)}"
             _check_move(certificate, name, state, other, restore, strategy)
     there = to_host(with_slots(oracle, state))
-    with _saved(bench, oracle, there) as restore:
+    with saved(bench, oracle, there) as restore:
         _check_move(certificate, f"moved back from {oracle.name}", there, strategy, restore)
 
 
@@ -315,25 +316,6 @@ def _check_move(
             worst = max(apart, key=lambda k: apart[k])
             message = f"as before it within {apart[worst]:.1e} at {worst[1]}"
             certificate.check(f"pending, {name}", apart[worst] < _SAME_MEAN, message)
-
-
-@contextlib.contextmanager
-def _saved(bench: Bench, strategy: Strategy, state: TrainState) -> Iterator[Restore]:
-    """Saves a state; the folder is opened anew for each use, as by a run that continues."""
-    spec = bench.spec
-    progress = Progress(batch_size=spec.batch_size, seed=spec.seed, order="", window={})
-    with tempfile.TemporaryDirectory() as folder:
-
-        def restore(other: Strategy) -> TrainState:
-            with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
-                restored = checkpoints.restore(other)
-            assert restored is not None  # it was saved just now
-            return other.logical(to_host(restored[0]))
-
-        with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
-            placed, step = to_devices(strategy, state), int(state.step)
-            checkpoints.save(placed, step, progress, {}, strategy.logical_state)
-        yield restore
 
 
 def _on_half_of_the_devices(bench: Bench) -> Iterator[Strategy]:

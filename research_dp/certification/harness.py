@@ -6,10 +6,13 @@ functions run unchanged. States pass between the two as host arrays.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +26,16 @@ from research_dp.distributed.jaxpr import mixing_operation
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import LeafSharding, is_key
-from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
+from research_dp.runs.checkpoint import Checkpoints
+from research_dp.runs.manifest import Progress
+from research_dp.strategies import (
+    NONFINITE,
+    PlacedBatch,
+    Strategy,
+    StrategyConfig,
+    TrainSpec,
+    TrainState,
+)
 from research_dp.strategies.state import init_slots
 from research_dp.strategies.strategy import init_key
 from research_dp.training.throughput import accumulate
@@ -31,7 +43,8 @@ from research_dp.types import HostSums, LossOutput
 
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
-_POSITIONS = "positions of the examples"
+Restore = Callable[[Strategy], TrainState]
+POSITIONS = "positions of the examples"
 
 
 class RecordedState(NamedTuple):
@@ -182,9 +195,9 @@ class Bench:
         order = rng.permuted(rows, axis=1).reshape(-1)
         # Positions are placed as one more array of the batch, so that they are sharded as it is.
         permuted = {name: x[order] for name, x in batch.items()}
-        permuted[_POSITIONS] = order.astype(np.int32)
+        permuted[POSITIONS] = order.astype(np.int32)
         examples = dict(self.oracle.place_batch(permuted).examples)
-        return run_step(self.oracle, start, PlacedBatch(examples, examples.pop(_POSITIONS)))
+        return run_step(self.oracle, start, PlacedBatch(examples, examples.pop(POSITIONS)))
 
 
 def run_step(strategy: Strategy, state: TrainState, batch: Batch | PlacedBatch) -> StepResult:
@@ -200,7 +213,7 @@ def take_step(
     if not isinstance(batch, PlacedBatch):
         batch = place_rows(strategy, batch)
     new, metrics = strategy.train_step(state, batch)
-    return new, {name: (float(x[0]), float(x[1])) for name, x in to_host(metrics).items()}
+    return new, accumulate({}, [{name: x for name, x in metrics.items() if name != NONFINITE}])
 
 
 def place_rows(strategy: Strategy, batch: Batch) -> PlacedBatch:
@@ -225,6 +238,25 @@ def mean(pair: tuple[float, float]) -> float:
 def to_devices(strategy: Strategy, state: TrainState) -> TrainState:
     """A host state on a strategy's devices; a copy, because steps donate it."""
     return strategy.stored(to_host(state))
+
+
+@contextlib.contextmanager
+def saved(bench: Bench, strategy: Strategy, state: TrainState) -> Iterator[Restore]:
+    """Saves a state; the folder is opened anew for each use, as by a run that continues."""
+    spec = bench.spec
+    progress = Progress(batch_size=spec.batch_size, seed=spec.seed, order="", window={})
+    with tempfile.TemporaryDirectory() as folder:
+
+        def restore(other: Strategy) -> TrainState:
+            with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
+                restored = checkpoints.restore(other)
+            assert restored is not None  # it was saved just now
+            return other.logical(to_host(restored[0]))
+
+        with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
+            placed, step = to_devices(strategy, state), int(state.step)
+            checkpoints.save(placed, step, progress, {}, strategy.logical_state)
+        yield restore
 
 
 def with_slots(strategy: Strategy, state: TrainState, slots: PyTree = None) -> TrainState:

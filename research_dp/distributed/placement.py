@@ -53,6 +53,16 @@ def of_parts(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(finer, PartitionSpec(*(None,) * dim, name, f"{name}_parts"))
 
 
+def on_host(tree: PyTree) -> PyTree:
+    """The whole arrays, as numpy's; a collective, if this process lacks a part of one."""
+
+    def one(x: Any) -> Any:
+        has_all = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+        return x if has_all else multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.device_get(jax.tree.map(one, tree))
+
+
 def nbytes(tree: PyTree) -> tuple[int, int]:
     """Bytes of a tree of arrays with shardings, abstract ones too: (per device, in total)."""
     leaves = jax.tree.leaves(tree)

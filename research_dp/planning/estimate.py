@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from research_dp.analysis.comm_lower_bound import min_wire_bytes, narrow_file
-from research_dp.analysis.program_cost import ProgramCost, read, wire_totals
+from research_dp.analysis.program_cost import ProgramCost, on_average, read, wire_totals
 from research_dp.analysis.topologies import Topology, topology
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.placement import ProgramMemory, nbytes
@@ -80,6 +80,8 @@ def compile_row(
                 if dump is not None:
                     (dump / f"{re.sub(r'[^+.=, 0-9A-Za-z_-]', '_', name)}.txt").write_text(text)
                 cost = read(program, strategy.mesh, where, text)
+                if strategy.outer_programs:
+                    cost = _with_outer(row, cost, strategy, where)
                 _set_costs(row, cost, spec, where)
             except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
                 row.problem = row.problem or f"its program cannot be read: {first_line(error)}"
@@ -174,6 +176,25 @@ def compile_step(row: Row, lowered: Any, options: dict[str, Any]) -> Any:
         state = f", of which state {row.state_bytes / 1e9:.2f}" if row.state_bytes else ""
         row.problem = f"does not fit: needs {needed:.2f} of {available:.2f} GB a device{state}"
     return program
+
+
+def _with_outer(row: Row, cost: ProgramCost, strategy: Strategy, where: Topology) -> ProgramCost:
+    """The cost of a step on average, with what replicas do that meet.
+
+    The row keeps what the largest of the programs needs.
+    """
+    parts, share = list[tuple[ProgramCost, float]](), 1.0
+    for outer in strategy.outer_programs:
+        before = dataclasses.replace(row)
+        lowered = outer.lower(strategy.abstract_state, strategy.abstract_batch)
+        program = compile_step(row, lowered, {})
+        if program is not None:
+            parts.append((read(program, strategy.mesh, where), 1 / outer.every))
+            share -= outer.is_step / outer.every
+        if (before.needed_bytes or 0) > (row.needed_bytes or 0):
+            for name in ("temp_bytes", "peak_bytes", "needed_bytes", "fits", "problem"):
+                setattr(row, name, getattr(before, name))
+    return on_average([(cost, share), *parts])
 
 
 def _set_costs(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology) -> None:

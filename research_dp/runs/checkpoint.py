@@ -122,9 +122,11 @@ class Checkpoints:
             manifest: Manifest = in_all_processes(lambda: checkpoint_files.read_manifest(folder))
             check(manifest)
             as_saved, adapted = _masters_as_saved(abstract_state, manifest.leaves)
-            as_saved = manifest.with_saved_slots(as_saved)
             meant, _ = _masters_as_saved(strategy.logical_state, manifest.leaves)
-            meant = meant._replace(slots=as_saved.slots)
+            names = ("slots", *(("opt_state", "loss_scale") if strategy.outer_programs else ()))
+            as_saved, meant = (
+                manifest.with_saved_shapes(x, meant, names) for x in (as_saved, meant)
+            )
             if difference := manifest.difference(meant):
                 raise UsageError(
                     f"the checkpoint {files.shown(folder)} is of another model, optimizer or "
@@ -143,7 +145,7 @@ class Checkpoints:
             state = _reshaped(state, as_saved)
             if mismatch := manifest.mismatch(tree_checksums(state, shapes)):
                 raise Damaged(mismatch)
-            return resize_slots(strategy, adapted(state)), manifest
+            return resize_slots(strategy, adapted(state), self._say), manifest
 
         damaged: dict[int, str] = {}
         for step in steps_in(self._folder, checkpoint_files.HALF_WRITTEN):

@@ -9,7 +9,7 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,18 +121,24 @@ class Manifest:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"its {name} is incomplete") from error
 
-    def with_saved_slots(self, abstract_state: Any) -> Any:
-        """The state with slots as they were saved; replicated where they had other shapes."""
+    def with_saved_shapes(self, state: Any, logical: Any, names: Sequence[str]) -> Any:
+        """The abstract state with arrays of these fields as saved, where `logical` differs.
 
-        def as_saved(keys: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            saved = self.leaves.get(f"slots/{path_name(keys)}")
-            if saved is None or saved.shape == x.shape:
+        Slots may have any shapes, other fields another first dim: they are replicated then.
+        """
+
+        def as_saved(keys: Any, x: jax.ShapeDtypeStruct, meant: Any) -> jax.ShapeDtypeStruct:
+            name = path_name(keys)
+            saved = self.leaves.get(name)
+            if saved is None or saved.shape == meant.shape:
+                return x
+            if not name.startswith("slots/") and saved.shape[1:] != meant.shape[1:]:
                 return x
             sharding = NamedSharding(x.sharding.mesh, PartitionSpec())
             return jax.ShapeDtypeStruct(saved.shape, x.dtype, sharding=sharding)
 
-        slots = jax.tree_util.tree_map_with_path(as_saved, abstract_state.slots)
-        return abstract_state._replace(slots=slots)
+        some = ({name: getattr(x, name) for name in names} for x in (state, logical))
+        return state._replace(**jax.tree_util.tree_map_with_path(as_saved, *some))
 
     def difference(self, abstract_state: Any) -> str | None:
         """The first array, parameters first, whose shape or dtype differs; None: all agree."""

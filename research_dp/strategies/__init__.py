@@ -13,6 +13,7 @@ from research_dp.distributed.sharding import dim_by_path, largest_dim
 from research_dp.distributed.tpu_torus import torus_reduction
 from research_dp.distributed.update import fsdp_apply_gradients
 from research_dp.strategies.engines import compiled, mapped
+from research_dp.strategies.outer import Outer, average, nesterov_outer
 from research_dp.strategies.power_sgd import PowerSGD
 from research_dp.strategies.strategy import (
     NONFINITE,

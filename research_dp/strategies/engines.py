@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import gin
@@ -16,12 +17,19 @@ from research_dp.argument_checks import checked
 from research_dp.distributed import placement
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.fsdp import gather_params
-from research_dp.distributed.mesh import split_axes
+from research_dp.distributed.mesh import DATA_AXIS, split_axes
 from research_dp.distributed.sharding import fitted_tree
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, state, strategy
+from research_dp.strategies.outer import Replicas
 from research_dp.strategies.step import Gradients, Step, step_of
-from research_dp.strategies.strategy import Strategy, StrategyConfig, TrainSpec, fitted_state
+from research_dp.strategies.strategy import (
+    OuterProgram,
+    Strategy,
+    StrategyConfig,
+    TrainSpec,
+    fitted_state,
+)
 from research_dp.types import PyTree
 
 # A program that runs once: XLA's CPU compiler takes a third of the time, and the bits are the same.
@@ -59,6 +67,11 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     on_mesh = functools.partial(jax.shard_map, mesh=config.mesh, check_vma=False)
     rows, eval_rows = batch.sharding.spec, batch.eval_sharding.spec
     none: Any = PartitionSpec()
+    read = _read_in_evaluation(state_specs), eval_rows
+    of_all = dataclasses.replace(step, axes=split_axes(config.mesh))
+    evaluate = jax.jit(on_mesh(of_all.evaluate, in_specs=read, out_specs=none))
+    if config.outer is not None:
+        return _of_replicas(config, program, evaluate)
     slices = jax.tree.map(lambda p: p.spec, step.shardings.slices)
     given = Gradients(slices, *(none,) * 4, state_specs.model_state, state_specs.slots)
     reads = state_specs._replace(opt_state=())
@@ -71,10 +84,68 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
         new, metrics = step.update(fitted_state(state, logical), given)
         return fitted_state(new, stored), metrics
 
-    read = _read_in_evaluation(state_specs), eval_rows
-    evaluate = jax.jit(on_mesh(step.evaluate, in_specs=read, out_specs=none))
     train_step = _jitted(config, stored)(_of_placed(train))
     return _strategy(config, program, train_step=train_step, evaluate=evaluate)
+
+
+def _of_replicas(config: StrategyConfig, program: Program, evaluate: Any) -> Strategy:
+    """The strategy whose replicas along axis `data` train by themselves, given that of one."""
+    replicas = Replicas(config, *program[:3])
+    outer: Any = config.outer
+    of_each = NamedSharding(config.mesh, PartitionSpec(DATA_AXIS))
+
+    def jitted(send: int | None = None, receive: int | None = None) -> Any:
+        step = functools.partial(replicas.train, send=send, receive=receive)
+        return _jitted(config, replicas.stored, of_each)(_of_placed(step))
+
+    programs = dict[slots.Events, OuterProgram]()
+    for events in dict.fromkeys(outer.events(done) for done in range(2 * outer.every)):
+        if events.meet is not None:
+            meet = functools.partial(replicas.meet, number=events.meet)
+            program_of_all = _jitted(config, replicas.stored)(meet)
+            programs[events] = OuterProgram(program_of_all, outer.every)
+        elif events != slots.Events():
+            step_of_all = jitted(events.send, events.receive)
+            programs[events] = OuterProgram(step_of_all, outer.every, is_step=True)
+    return _strategy(
+        config,
+        program._replace(stored=replicas.stored, logical=replicas.logical),
+        train_step=jitted(),
+        evaluate=evaluate,
+        programs=programs,
+        replicas=replicas,
+    )
+
+
+def _in_rounds(
+    train_step: Any,
+    programs: Mapping[Any, OuterProgram],
+    outer: Any,
+    in_turn: Callable[[Any], Any],
+) -> Callable[..., Any]:
+    """A training step by which replicas meet too, where a round has it so.
+
+    The number of a state is read once, and then known of those that this returned.
+    """
+    known: list[Any] = [None, 0, None]
+
+    def call(state: strategy.TrainState, batch: strategy.PlacedBatch) -> Any:
+        newest, done, compiled = known
+        if compiled is None:  # with the step, not in the midst of a run
+            compiled = {key: in_turn(one.lower(state, batch)) for key, one in programs.items()}
+        done = 1 + (done if state.step is newest else int(state.step))
+        key = outer.events(done)
+        if key in compiled and programs[key].is_step:
+            state, metrics = compiled[key](state, batch)
+        else:
+            state, metrics = train_step(state, batch)
+            if key in compiled:
+                state, more = compiled[key](state)
+                metrics = {**metrics, **more}
+        known[:] = state.step, done, compiled
+        return state, metrics
+
+    return call
 
 
 @gin.register(module="strategies")
@@ -88,7 +159,7 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     config = _tuned(config, gathers_units=False)
     _refuse_filled(
         config,
-        ("sync", "update", *(() if config.shard else ("gather",))),
+        ("outer", "sync", "update", *(() if config.shard else ("gather",))),
         "the compiler inserts collectives in engine 'compiled'; bind None.",
     )
     if config.reduction is not PLAIN and config.mesh.size > 1:
@@ -174,6 +245,8 @@ def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool 
         config, spec, params_sharded=on_global_arrays or config.gather is not None
     )
     axes, config_seen = split_axes(mesh), config
+    if config.outer is not None:
+        axes = tuple(axis for axis in axes if axis != DATA_AXIS)
     if on_global_arrays:  # gradients too
         axes = ()
         gather = config.shard and functools.partial(config.gather or gather_params, mesh=mesh)
@@ -184,9 +257,11 @@ def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool 
     return Program(step, stored, logical, batch)
 
 
-def _jitted(config: StrategyConfig, abstract: strategy.TrainState) -> Callable[..., Any]:
+def _jitted(
+    config: StrategyConfig, abstract: strategy.TrainState, of_metrics: NamedSharding | None = None
+) -> Callable[..., Any]:
     """`jax.jit` for a training step: the new state takes the old one's memory and shardings."""
-    outs = jax.tree.map(lambda x: x.sharding, abstract), _replicated(config)
+    outs = jax.tree.map(lambda x: x.sharding, abstract), of_metrics or _replicated(config)
     options = _compiler_options(config)
     return functools.partial(
         jax.jit, donate_argnums=0, out_shardings=outs, compiler_options=options
@@ -207,6 +282,8 @@ def _strategy(
     program: Program,
     train_step: Callable[..., Any],
     evaluate: Callable[..., Any],
+    programs: Mapping[Any, OuterProgram] = MappingProxyType({}),
+    replicas: Replicas | None = None,
 ) -> Strategy:
     """A strategy; `init` is compiled with shardings: the full model is never on one device."""
 
@@ -223,7 +300,8 @@ def _strategy(
     step, abstract, logical, batch = program
 
     def init_state(*args: Any) -> strategy.TrainState:
-        return fitted_state(state.init_state(config, step.spec, *args), abstract)
+        made = state.init_state(config, step.spec, *args)
+        return fitted_state(made if replicas is None else replicas.initial(made), abstract)
 
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     jit = functools.partial(jax.jit, compiler_options=_QUICK_ON_CPU if on_cpu else None)
@@ -233,6 +311,13 @@ def _strategy(
     if on_cpu and config.mesh.size > 1:
         run_step = _in_turn(train_step, last, lambda results: results[1])
         evaluate = _in_place_of(evaluate, _in_turn(evaluate, last, lambda results: results))
+    if (outer := config.outer) is not None:
+
+        def in_turn(program: Any) -> Any:
+            program, is_split = program.compile(), on_cpu and config.mesh.size > 1
+            return _in_turn(program, last, lambda results: results[1]) if is_split else program
+
+        run_step = _in_rounds(run_step, programs, outer, in_turn)
 
     def new_state_of(*args: Any) -> strategy.TrainState:
         with jax.transfer_guard_host_to_device("allow"):  # of the seed
@@ -253,7 +338,8 @@ def _strategy(
         init=_in_place_of(init, new_state_of),
         train_step=_in_place_of(train_step, checked_step),
         eval_step=eval_step,
-        batch_axes=step.axes,
+        batch_axes=() if programs else step.axes,
+        outer_programs=tuple(programs.values()),
         **{name: getattr(batch, name) for name in of_batch},
     )
 

@@ -1,4 +1,4 @@
-"""The contracts of a strategy's four functions, its slots, and how a step calls them.
+"""The contracts of a strategy's functions, its slots, and how a step calls them.
 
 A function that somebody wrote for xlstm-jax's `shard_params`, `gather_params` or `sync_gradients`,
 or for MLX's optimizers, fills the slot unchanged.
@@ -43,7 +43,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import gin
 import jax
@@ -133,6 +133,57 @@ class Stateful(Protocol):
         the global state, which may take `devices`, `shardings` and `stored`: the part of the mean
         gradient, unsharded, that is not sent yet. `certify` checks that nothing is lost.
         """
+
+
+class Events(NamedTuple):
+    """What replicas do at a step that meet in parts: numbers of parts; None: nothing."""
+
+    send: int | None = None  # from the state before the step, in its program
+    receive: int | None = None  # at its end
+    meet: int | None = None  # after it: sent and received by a program of its own
+
+
+class Mean(Protocol):
+    """What communicates: the mean over replicas."""
+
+    def __call__(self, tree: Mapping[str, Any], dtype: Any = None) -> dict[str, Any]:
+        """Arrays (replicas, ...) by the paths of parameters -> (...), summed in `dtype`."""
+
+
+@runtime_checkable
+class OuterStep(Protocol):
+    """Slot `outer`: what replicas do when they meet, of global arrays, outside of the map.
+
+    The anchor are the parameters at which replicas met last; evaluation and checkpoints take them.
+    `replicas` have a leading dim, `stored` are the `LeafSharding`s of parameters, and nothing
+    communicates over replicas but `mean`. One that averages other dtypes than parameters' has a
+    function `wire_bytes(shape, dtype)`: bytes all-reduced of an array that a device has.
+    """
+
+    every: int  # In each so many steps the same happens once.
+
+    def events(self, done: int) -> Events:
+        """What happens at step `done`, of which the first is 1."""
+
+    def init(self, anchor: PyTree, *, stored: PyTree) -> PyTree:
+        """Parameters -> state: arrays of a parameter's shape and path, or replicated ones."""
+
+    def send(
+        self,
+        anchor: PyTree,
+        replicas: PyTree,
+        state: PyTree,
+        number: int,
+        *,
+        stored: PyTree,
+        mean: Mean,
+    ) -> PyTree:
+        """New state, with a mean of replicas."""
+
+    def receive(
+        self, anchor: PyTree, replicas: PyTree, state: PyTree, number: int, *, stored: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """(anchor, replicas, state) -> the same, new, by what was sent last."""
 
 
 def options_of(slot: Any, offered: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from research_dp.distributed.sharding import LeafSharding, ShardDecision, larges
 from research_dp.errors import UsageError, binding_error, first_line
 from research_dp.strategies import slots, strategy
 from research_dp.strategies.frozen import MODEL_STATE, matched, plain_name
+from research_dp.strategies.outer import of_new_round
 from research_dp.strategies.step import step_of
 from research_dp.strategies.strategy import PlacedBatch, StrategyConfig, TrainSpec, TrainState
 from research_dp.types import PyTree
@@ -152,8 +153,15 @@ def of_layout(built: strategy.Strategy) -> dict[str, Any]:
     return {"devices": devices, "shardings": shardings.slices, "stored": shardings.params}
 
 
-def resize_slots(built: strategy.Strategy, state: TrainState) -> TrainState:
+def resize_slots(
+    built: strategy.Strategy, state: TrainState, say: Callable[[str], None] = lambda text: None
+) -> TrainState:
     """A state whose slots may be those of another number of devices, for this strategy."""
+    if built.outer_programs:
+        if jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, built.abstract_state):
+            return state
+        say("The run had another number of replicas: a new round begins")
+        return of_new_round(state, built.abstract_state)
     config, resized, offered = built.config, {}, of_layout(built)
     for name, slot in stateful(config).items():
         expected, resized[name] = built.abstract_state.slots[name], state.slots[name]

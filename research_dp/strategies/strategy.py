@@ -1,4 +1,4 @@
-"""What a strategy is: four slots and their options, and what an engine builds from them."""
+"""What a strategy is: its slots and their options, and what an engine builds from them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ WEIGHTLESS, NO_WEIGHT = 2.0, 3.0
 # Names that a model's own metrics cannot have: the step's metrics, and the keys of a record.
 _RESERVED = ("loss", "grad_norm", NONFINITE, SKIPPED, "split", "step", *MEASURED)
 OF_SYNC = "sync/"  # how the names begin of metrics that `sync` reports
+OF_OUTER = "outer/"  # and of those of steps at which replicas meet
 _OF_A_PART = "the loss is that of each device's part of the batch"
 # Random keys: each purpose has a root of its own, so that no key is drawn from twice.
 _INIT, _EXAMPLES, _SLOTS = 0, 1, 2
@@ -56,6 +57,9 @@ class TrainState(NamedTuple):
     `step`, 0-d int32, is the number of steps done; `model_state` has e.g. batch statistics;
     `opt_state` has the shapes and paths of parameters; `loss_scale` is a `LossScaleState`, or ();
     `slots` has the state of the slots that have any ('sync', 'update'), see `slots.Stateful`.
+
+    Of replicas that train by themselves (slot 'outer') `params` and `model_state` are those at
+    which they met last; `opt_state` and `loss_scale` have a leading dim, sharded over axis `data`.
     """
 
     step: Any
@@ -125,6 +129,22 @@ class TrainSpec:
         return OneExample(self.example, f"{self.gin_name}.model")
 
 
+class OuterProgram(NamedTuple):
+    """A jitted program that runs once in so many steps, by which replicas meet."""
+
+    program: Any
+    every: int
+    is_step: bool = False  # (state, batch) in place of a training step; else (state) after one
+
+    def lower(self, state: Any, batch: Any) -> Any:
+        """The program, lowered for a state, and maybe a batch."""
+        return self.program.lower(*self.arguments(state, batch))
+
+    def arguments(self, state: Any, batch: Any) -> tuple[Any, ...]:
+        """Those that it takes."""
+        return (state, batch) if self.is_step else (state,)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Strategy:
     """A strategy built for one model and mesh: `init`, `place_batch`, `train_step`, `eval_step`.
@@ -135,8 +155,8 @@ class Strategy:
     `eval_step` reads `step`, `params` and `model_state` alone.
 
     Metrics are arrays (2,): sum and count; and `NONFINITE`, (1 + parameters,), above 0 if the step
-    went wrong, and for each gradient, in the order of paths, that did. A step whose items have no
-    weight changes only its number.
+    went wrong, and for each gradient, in the order of paths, that did. Those of replicas that train
+    by themselves have a leading dim. A step whose items have no weight changes only its number.
     """
 
     config: StrategyConfig  # what it was built from, resolved
@@ -153,6 +173,7 @@ class Strategy:
     place_eval_batch: Callable[[Mapping[str, np.ndarray]], PyTree]
     train_step: Callable[[TrainState, PlacedBatch], tuple[TrainState, Metrics]]
     eval_step: Callable[[TrainState, PyTree], Metrics]
+    outer_programs: tuple[OuterProgram, ...] = ()  # what replicas do that meet
     batch_axes: tuple[str, ...] = ()  # that split the batch where the loss runs; (): nothing does
     algorithm: str | None = None  # why it computes another algorithm by design; None: it does not
     choices: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see `mesh.noting`
@@ -213,6 +234,8 @@ class StrategyConfig:
         sync_each: When `sync` is called: each 'step', or each 'micro_batch'.
         reduction: The collectives that `gather`, `sync` and `update` use.
         compression: The codecs of what they send; `@compression()`. None: nothing is encoded.
+        outer: What replicas do that train by themselves along mesh axis `data`, every few steps;
+            `@outer()`. Each is then the devices of axis `fsdp`. None: all devices train together.
         accumulation_dtype: In which gradients of micro-batches are added up; None: their own.
         param_dtype: dtype of parameters between steps and on the wire, e.g. 'bfloat16'; the
             optimizer then keeps them in the model's own dtype too, with the rest of its state.
@@ -245,6 +268,7 @@ class StrategyConfig:
     sync_each: When = "step"
     reduction: Reduction = PLAIN
     compression: Compression | None = None
+    outer: slots.OuterStep | None = None
     accumulation_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
     loss_scale: LossScale | None = None
@@ -287,6 +311,32 @@ class StrategyConfig:
             object.__setattr__(self, "sync", self.sync.func)
         if self.compression:
             self._check_compression(self.compression)
+        if self.outer is not None:
+            self._check_outer()
+
+    def _check_outer(self) -> None:
+        """Raises UsageError for what replicas that train by themselves cannot have."""
+        if DATA_AXIS in self.state_axes:
+            problem = f" has {DATA_AXIS!r}, along which replicas differ. Bind ('{FSDP_AXIS}',)."
+            raise binding_error("data_parallel.state_axes", problem)
+        for name in ("sync", "update"):
+            if isinstance(getattr(self, name), slots.Stateful):
+                problem = (
+                    " has state, which replicas cannot carry. Bind a function, or outer = None."
+                )
+                raise binding_error(f"data_parallel.{name}", problem)
+        if self.stored_dtype is not None:
+            raise binding_error(
+                "data_parallel.outer",
+                f" with parameters in {self.stored_dtype} between steps: what replicas learn would "
+                "be rounded. Bind param_dtype (or gather_dtype of `update`) None, or outer None.",
+            )
+        if self.reduction.logical_shards is not None:
+            raise binding_error(
+                "data_parallel.outer",
+                ": another number of replicas is another algorithm, so exact sums have no effect. "
+                "Bind None, or leave options/deterministic.gin out.",
+            )
 
     def _check_compression(self, given: Compression) -> None:
         """Raises UsageError for a codec that no slot takes; puts error feedback around `sync`."""
@@ -319,10 +369,11 @@ class StrategyConfig:
                 "same bits on any number of devices.",
             )
         sizes = self.mesh.shape
-        if given.across and sizes[DATA_AXIS] == 1:
+        if given.across and (sizes[DATA_AXIS] == 1 or self.outer is not None):
+            why = "has one device" if self.outer is None else "is that of replicas, which meet"
             raise binding_error(
                 "compression.across",
-                f" has no effect: axis {DATA_AXIS!r} has one device. Bind None, or make_mesh.axes.",
+                f" has no effect: axis {DATA_AXIS!r} {why}. Bind None, or make_mesh.axes.",
             )
         if given.votes and min(sizes.values()) > 1:
             raise binding_error(
@@ -355,7 +406,7 @@ class StrategyConfig:
     @property
     def algorithm(self) -> str | None:
         """The `algorithm` of its slots, if they compute another one by design; else None."""
-        names = ("compression", "gather", "sync", "update", "optimizer")
+        names = ("compression", "gather", "sync", "update", "optimizer", "outer")
         return slots.algorithm({n: getattr(self, n) for n in names})
 
     def resolve(self, spec: TrainSpec) -> StrategyConfig:
@@ -425,7 +476,7 @@ def check_loss(out: Any, spec: TrainSpec) -> None:
         name = f"{spec.gin_name}.model"
         returns = "return LossOutput(total, weight, model_state, sums), sums over the examples."
         raise binding_error(name, f": its loss returned {described(out)}; {returns}")
-    if taken := sorted(x for x in out.sums if x in _RESERVED or x.startswith(OF_SYNC)):
+    if taken := sorted(x for x in out.sums if x in _RESERVED or x.startswith((OF_SYNC, OF_OUTER))):
         problem = (
             f": its metric {taken[0]!r} has the name of one that every run reports. Rename it."
         )

@@ -85,7 +85,7 @@ def metric_means(steps: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict
     others = (NONFINITE, SKIPPED)  # no sums over examples
     named = [{k: x for k, x in step.items() if k not in others} for step in several]
     for name, x in (item for step in named for item in step.items()):
-        if getattr(x, "shape", None) != (2,) or not np.issubdtype(x.dtype, np.floating):
+        if getattr(x, "shape", ())[-1:] != (2,) or not np.issubdtype(x.dtype, np.floating):
             raise UsageError(
                 f"metric_means.steps: {name!r} is {described(x)}. Give what train_step or "
                 "eval_step returned: float32 arrays (2,) of sum and count."

@@ -132,7 +132,7 @@ class MetricLog:
 
     def begin(self, updates: int) -> None:
         """Takes the number of the optimizer's updates at the step from which the run goes on."""
-        self.updates = updates - int(self._window.get("grad_norm", (0, 0))[1])
+        self.updates = updates - round(self._window.get("grad_norm", (0, 0))[1])
 
     def add(self, step_metrics: Mapping[str, Any]) -> None:
         """Adds a step's metrics, which the devices may still be computing."""
@@ -153,7 +153,9 @@ class MetricLog:
         skipped = {SKIPPED: steps_left_out} if is_said else {}
         self.skipped_steps += int(sum(skipped.values()))
         self.train = throughput.means(sums)
-        self.updates += int(sums.get("grad_norm", (0, 0))[1])  # not counted where it is not finite
+        self.updates += round(
+            sums.get("grad_norm", (0, 0))[1]
+        )  # not counted where it is not finite
         rate = self._rate.after(self.updates) if self._rate else None
         measured = {
             **self._throughput.rates(),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.distributed.mesh import texts_of_all
+from research_dp.distributed.placement import on_host
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, some_of
 from research_dp.strategies import TrainSpec, TrainState
@@ -39,9 +40,11 @@ class NonfiniteCheck:
         """Reads a step's flags, `NONFINITE`; raises RunFailure if the run is to stop.
 
         `find_example` names an example of this process that is not finite; a collective, if so.
+        Reading the flags of replicas, (replicas, 1 + parameters), is one too.
         """
         # One device's: to assemble an array from all of them takes twice as long.
-        loss_flag, *gradient_flags = np.asarray(flags.addressable_data(0))
+        found = np.asarray(flags.addressable_data(0)) if flags.ndim == 1 else on_host(flags).max(0)
+        loss_flag, *gradient_flags = found
         if not loss_flag:
             self.in_a_row = 0
             return

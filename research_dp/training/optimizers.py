@@ -15,6 +15,7 @@ import optax
 
 from research_dp.argument_checks import check_arguments, checked
 from research_dp.argument_types import Fraction, Steps
+from research_dp.distributed.placement import on_host
 from research_dp.errors import UsageError, binding_error
 
 _RATE = "research_dp_learning_rate"
@@ -123,11 +124,12 @@ class LearningRate:
     def updates(self, opt_state: Any) -> int:
         """How many updates an optimizer's state counts; 0 if it does not, as no schedule is in it.
 
-        Steps are no measure: those whose gradients overflow in float16 update nothing.
+        Steps are no measure: those whose gradients overflow in float16 update nothing. Replicas
+        count for themselves; the first one's is taken.
         """
-        counts = optax.tree.get_all_with_path(opt_state, "count")
-        is_count = (x.ndim == 0 and np.issubdtype(x.dtype, np.integer) for _, x in counts)
-        return max((int(x) for (_, x), own in zip(counts, is_count, strict=True) if own), default=0)
+        counts = [x for _, x in optax.tree.get_all_with_path(opt_state, "count")]
+        own = [x for x in counts if x.ndim <= 1 and np.issubdtype(x.dtype, np.integer)]
+        return max((int(np.ravel(x)[0]) for x in on_host(own)), default=0)
 
     def after(self, updates: int) -> float | None:
         """The rate of the newest of so many updates; None: not known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from research_dp.console import Table, table
-from research_dp.distributed.mesh import sizes_text
+from research_dp.distributed.mesh import BATCH_AXES, sizes_text
 from research_dp.distributed.placement import nbytes
 from research_dp.distributed.sharding import LeafSharding, by_path
 from research_dp.strategies import Strategy
@@ -58,6 +58,12 @@ def summary(strategy: Strategy) -> list[str]:
         lines.append(f"frozen parameters {_bytes_text(nbytes(frozen)[0])}, on each device")
     if text := encoded_text(strategy):
         lines.append(text)
+    if (outer := strategy.config.outer) is not None:
+        replicas, devices = (strategy.mesh.shape[axis] for axis in BATCH_AXES)
+        every, kept = outer.every, _bytes_text(strategy.nbytes("slots")[0])
+        lines.append(
+            f"{replicas} replicas of {devices} devices meet every {every} steps; {kept} for it"
+        )
     if reason := unsharded_reason(strategy):
         lines.append(f"{reason[0].upper()}{reason[1:]}")
         if "min_weight_size" in reason:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from clu.metrics import Average
 
+from research_dp.distributed.placement import on_host
 from research_dp.types import HostSums, Work
 
 _PARTS = ("data_wait", "dispatch", "device_wait")  # of the time of steps; the loop has the rest
@@ -24,10 +25,14 @@ SECONDS = {
 def accumulate(
     sums: HostSums, steps: Iterable[Mapping[str, Any]]
 ) -> dict[str, tuple[float, float]]:
-    """Adds arrays (2,) of sum and count to sums on the host, in order and in float64."""
+    """Adds arrays (2,) of sum and count to sums on the host, in order and in float64.
+
+    Those of replicas, (replicas, 2), are added up; a collective, where processes have parts.
+    """
     result = dict(sums)
-    for step in jax.device_get(list(steps)):
-        for name, (total, count) in step.items():
+    for step in on_host(list(steps)):
+        for name, x in step.items():
+            total, count = np.asarray(x, np.float64).reshape(-1, 2).sum(0)
             before = result.get(name, (0.0, 0.0))
             result[name] = before[0] + float(total), before[1] + float(count)
     return result

@@ -13,7 +13,6 @@ from typing import Any
 
 import gin
 import jax
-import numpy as np
 
 from research_dp.distributed.mesh import peak_of_mesh
 from research_dp.distributed.placement import fingerprint
@@ -63,6 +62,7 @@ class Trainer:
         self._identity: DataIdentity | None = None
         self._compared = 0  # the first step that changed the state
         self._in_flight = InFlight()
+        self._unchecked: list[Callable[[], None]] = []  # flags of which this process has a part
         self._read: dict[int, Arrays] = {}  # host batches, by the step that is to take them
         self._facts: dict[str, Any] = {"seconds_to_first_step": None}  # for the summary
         work = self.spec.model.work(self.spec.example) if self.spec.model.work else None
@@ -153,6 +153,13 @@ class Trainer:
         with at_end(self._metrics.close):
             self._metrics.tell(saved=False)  # what was recorded before an error ended the run
 
+    def _warn_of_a_part(self) -> None:
+        """Warns of last steps that are in no round: nothing but a checkpoint has them."""
+        last, outer = self.schedule.num_steps, self.strategy.config.outer
+        if outer is not None and (more := last % outer.every):
+            what = f"replicas meet every {outer.every} steps"
+            self._warn(f"{what}, so the last {more} of {last} change no result")
+
     def _read_data(self) -> None:
         """Prepares and compares the data; says what the run is."""
         say, step = self._console.say, self._first_step
@@ -167,6 +174,7 @@ class Trainer:
             check_same_data(self._identity, self._progress.data, run)
         for line in sharding_table.summary(self.strategy):
             say(line)
+        self._warn_of_a_part()
         if self._identity:
             say(f"Data: {self._identity}")
             if self._progress and not self._progress.data:
@@ -223,14 +231,19 @@ class Trainer:
         self._throughput.spend("dispatch", self._placed_at)
         self._step, is_first = step, step == self._first_step + 1
         self.checkpoints.check()
-        self._metrics.flush(self._in_flight.wait)
+        self._metrics.flush(functools.partial(self._wait, step_metrics))
         values = dict(step_metrics)
         flags = values.pop(NONFINITE)
         self._metrics.add(values)
         order = train_order(self.strategy, 0, step)
         named = self.data, self.spec.model, order, step - 1, self._read.pop(step)
         find = functools.partial(nonfinite_example, *named)
-        self._in_flight.add(values, functools.partial(self._nonfinite.check, step, flags, find))
+        check = functools.partial(self._nonfinite.check, step, flags, find)
+        if flags.is_fully_addressable or flags.is_fully_replicated:
+            self._in_flight.add(values, check)
+        else:  # together with the other processes, where they wait for each other
+            self._unchecked.append(check)
+            self._in_flight.add(values)
         self._throughput.count_step()
         self._console.step(step)
         if is_first:
@@ -241,7 +254,7 @@ class Trainer:
             self._write_operative_config()
             self.run_facts.compiled()
         # A skipped step changes no state: the comparison waits for one that does.
-        if not self._compared and np.asarray(values["grad_norm"])[1]:
+        if not self._compared and throughput.accumulate({}, [values])["grad_norm"][1]:
             self._compared = step
             self._compare_replicas(state, step)
             if accepted := self._replicas.accepted:
@@ -251,9 +264,17 @@ class Trainer:
             self._throughput.start()
         self.recorder.note("data", step + 1)
 
+    def _wait(self, running: Any = None) -> None:
+        """Waits for what is in flight, and for what is `running` where processes then meet."""
+        self._in_flight.wait()
+        if self.strategy.outer_programs and jax.process_count() > 1:
+            jax.block_until_ready(running)
+        while self._unchecked:
+            self._unchecked.pop(0)()
+
     def _compare_replicas(self, state: TrainState, step: int) -> None:
         """Waits for the step, and compares replicas; a difference ends the run."""
-        self._throughput.wait(self._in_flight.wait)
+        self._throughput.wait(self._wait)
         self._note("step", step)
         self._throughput.wait(self._replicas.check, step, state)
         self._compiled.add("step")
@@ -305,7 +326,7 @@ class Trainer:
 
         The clock of the steps stands still in a phase.
         """
-        self._throughput.wait(self._in_flight.wait)
+        self._throughput.wait(self._wait)
         self._throughput.wait(jax.block_until_ready, state)
         self._throughput.stop()
         self._metrics.flush()

@@ -34,6 +34,25 @@ def test_two_processes_compute_what_one_does(command, tmp_path, stem):
     assert "step 10/10" in outputs[0] and "step 10/10" not in outputs[1]
 
 
+@pytest.mark.slow
+def test_replicas_in_four_processes_compute_what_those_of_one_do(command, tmp_path):
+    flags = [
+        "--gin_file=gin/strategies/low_communication/diloco.gin",
+        "--gin.make_mesh.axes={'data': 4, 'fsdp': 2}",
+        *("--gin.outer.every=4", "--gin.train.num_steps=8"),
+    ]
+    alone = command(*RUN, *flags, "--cpu_devices=8", f"--workdir={tmp_path / 'one'}")
+    assert alone.returncode == 0, alone.stderr
+    all_four = start(command, 4, *flags, "--cpu_devices=2", f"--workdir={tmp_path / 'four'}")
+    outputs = [process.communicate(timeout=300)[0] for process in all_four]
+    assert [process.returncode for process in all_four] == [0] * 4, outputs
+    one, four = summary(tmp_path / "one"), summary(tmp_path / "four")
+    assert (four["processes"], four["mesh"]) == (4, {"data": 4, "fsdp": 2})
+    for name, x in one["train"].items():
+        assert four["train"][name] == pytest.approx(x, rel=1e-5)
+    assert four["eval"]["loss"] == pytest.approx(one["eval"]["loss"], rel=1e-5)
+
+
 def test_what_runs_in_one_process_is_refused_in_two(command, tmp_path):
     both = start(command, 2, "--gin_file=gin/strategies/single.gin", f"--workdir={tmp_path}")
     outputs = [process.communicate(timeout=120)[0] for process in both]

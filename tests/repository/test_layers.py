@@ -218,8 +218,8 @@ def test_files_are_of_one_subject(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 32_550,
-    ("distributed", "strategies"): 8_800,
+    (".",): 33_600,
+    ("distributed", "strategies"): 9_500,
     ("commands",): 4_000,
 }
 

@@ -306,6 +306,7 @@ CALLS = {
         "compiler_options": (None, "a dict?"),
         "tuning": (None, "one of its class?"),
         "compression": (None, "one of its class?"),
+        "outer": (None, "one of its class?"),
     },
     "data_parallel_rules": {"data_axis": ("data", "text")},
     "data_parallel_train_step": {

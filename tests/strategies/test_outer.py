@@ -1,0 +1,450 @@
+"""Replicas that train by themselves, and meet every few steps."""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from research_dp import UsageError
+from research_dp.analysis.program_cost import collectives_of
+from research_dp.certification import harness
+from research_dp.certification.certificate import Certificate
+from research_dp.certification.certify import certify
+from research_dp.certification.replicas import check_rounds
+from research_dp.console import silent
+from research_dp.distributed.batch_examples import global_mean
+from research_dp.distributed.mesh import build_mesh
+from research_dp.distributed.sharding import by_path
+from research_dp.runs import checkpoint
+from research_dp.runs.checkpoint import Checkpoints
+from research_dp.runs.manifest import Progress
+from research_dp.strategies.frozen import frozen_of
+from research_dp.strategies.jaxpr_collectives import collectives, of_step
+from research_dp.strategies.outer import Outer, Replicas
+from research_dp.strategies.slots import Events
+from research_dp.strategies.state import BatchLayout
+from research_dp.types import LossOutput, TrainableModel
+from tests.support import decoder
+from tests.support.certified import BATCH, MAX_NORM, batches, bench_of, noise, small_model, spec_of
+from tests.support.recipes import recipe
+
+MODEL = small_model()
+
+
+def configured(count, *bindings, stem="fsdp", every=1, optimizer="@average()"):
+    """Some replicas of a strategy, on all devices."""
+    return recipe(
+        stem,
+        "data_parallel.outer = @outer()",
+        f"outer.every = {every}",
+        f"outer.optimizer = {optimizer}",
+        f"make_mesh.axes = {{'data': {count}, 'fsdp': -1}}",
+        *bindings,
+    )
+
+
+def of_replicas(count, *bindings, **options):
+    """The same, built with SGD."""
+    return configured(count, *bindings, **options).build(spec_of(MODEL, optimizer=optax.sgd(0.1)))
+
+
+def trained(strategy, steps=4):
+    """The state after some steps, on the host, and the metrics of each."""
+    state, metrics = strategy.init(jax.random.key(0)), []
+    for batch in batches(strategy.spec.batch_size, steps):
+        state, sums = harness.take_step(strategy, state, batch)
+        metrics.append({name: harness.mean(pair) for name, pair in sums.items()})
+    return strategy.logical(harness.to_host(state)), metrics
+
+
+def assert_near(found, expected, atol=2e-6):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), found, expected)
+
+
+@pytest.mark.parametrize("stem", ["ddp", "fsdp", "zero1"])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_replicas_that_meet_each_step_are_one(stem, count):
+    found, metrics = trained(of_replicas(count, stem=stem))
+    spec = spec_of(MODEL, optimizer=optax.sgd(0.1))
+    expected, own = trained(recipe("single").build(spec))
+    assert_near(found.params, expected.params)
+    for step, one in zip(metrics, own, strict=True):
+        assert step["loss"] == pytest.approx(one["loss"], abs=1e-6)
+
+
+def by_hand(count, every, outer, steps=4):
+    """(anchor, replicas' parameters) of so many runs of one device, each on rows of its own."""
+    rows = BATCH // count
+    strategy = recipe("single").build(
+        spec_of(MODEL, optimizer=optax.adam(1e-2), clip=MAX_NORM, batch_size=rows)
+    )
+    states = [strategy.init(jax.random.key(0)) for _ in range(count)]
+    anchor = jax.device_get(states[0].params)
+    memory = outer.init(anchor)
+    for number, batch in enumerate(batches(steps=steps), 1):
+        for i in range(count):
+            mine = slice(i * rows, (i + 1) * rows)
+            placed = strategy.place_batch({name: x[mine] for name, x in batch.items()})
+            placed = placed._replace(position=placed.position + i * rows)
+            states[i], _ = strategy.train_step(states[i], placed)
+        if number % every == 0:
+            params = [jax.device_get(state.params) for state in states]
+            learnt = jax.tree.map(lambda a, *x: a - sum(x) / count, anchor, *params)
+            anchor, memory = outer.step(anchor, learnt, memory)
+            states = [x._replace(params=jax.tree.map(jnp.asarray, anchor)) for x in states]
+    return anchor, [jax.device_get(state.params) for state in states]
+
+
+class Nesterov:
+    """theta - rate * (momentum * u + d), u = momentum * u + d: as the paper has it."""
+
+    def __init__(self, rate, momentum):
+        self.rate, self.momentum = rate, momentum
+
+    def init(self, anchor):
+        return jax.tree.map(np.zeros_like, anchor)
+
+    def step(self, anchor, learnt, u):
+        u = jax.tree.map(lambda u, d: self.momentum * u + d, u, learnt)
+        change = jax.tree.map(lambda u, d: self.rate * (self.momentum * u + d), u, learnt)
+        return jax.tree.map(np.subtract, anchor, change), u
+
+
+@pytest.mark.parametrize("stem", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("count", "every"), [(2, 2), (4, 3), (2, 1000)])
+def test_each_replica_is_a_run_of_one_device_until_they_meet(stem, count, every):
+    """Adam, dropout, and clipping of each replica's own gradient."""
+    bound = "@nesterov_outer()", "nesterov_outer.rate = 0.5", "nesterov_outer.momentum = 0.8"
+    config = configured(count, *bound[1:], stem=stem, every=every, optimizer=bound[0])
+    strategy = config.build(spec_of(MODEL, optimizer=optax.adam(1e-2), clip=MAX_NORM))
+    state, _ = trained(strategy)
+    anchor, replicas = by_hand(count, every, Nesterov(0.5, 0.8))
+    assert_near(state.params, anchor, 2e-5)
+    found = state.slots["outer"]["replicas"]["params"]
+    assert_near(found, jax.tree.map(lambda *x: np.stack(x), *replicas), 2e-5)
+
+
+def test_no_step_communicates_over_replicas_but_the_outer_one():
+    strategy = of_replicas(2, "shard_params.min_weight_size = 64", every=3)
+    traced = collectives(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
+    assert {c.axes for c in traced} == {("fsdp",)}
+    assert {c.share for c in of_step(strategy) if c.axes == ("data",)} == {1 / 3}
+    step = strategy.train_step.lower(strategy.abstract_state, strategy.abstract_batch)
+    sizes = dict(strategy.mesh.shape)
+    sent = collectives_of(step.compile().as_text(), sizes)
+    assert sent
+    assert {c.axes for c in sent} == {("fsdp",)}
+    met = strategy.outer_programs[0].program.lower(strategy.abstract_state).compile().as_text()
+    assert {c.axes for c in collectives_of(met, sizes) if c.nbytes > 100} == {("data",)}
+
+
+def test_what_replicas_learnt_is_averaged_in_the_dtype_that_is_bound():
+    strategy = of_replicas(2, "outer.dtype = 'bfloat16'", every=3)
+    sent = collectives(strategy.outer_programs[0].program, strategy.abstract_state)
+    assert {c.dtype for c in sent} == {"bfloat16"}
+    assert {c.axes for c in sent} == {("data",)}
+    params = sum(p.nbytes_per_device for p in jax.tree.leaves(strategy.shardings.params))
+    assert sum(c.nbytes for c in sent) == params // 2
+
+
+@pytest.mark.parametrize(
+    ("bindings", "said"),
+    [
+        (["data_parallel.state_axes = ('fsdp', 'data')"], "state_axes"),
+        (
+            ["data_parallel.reduction = @tree_reduction()", "tree_reduction.logical_shards = 8"],
+            "exact sums",
+        ),
+        (["data_parallel.param_dtype = 'bfloat16'"], "bfloat16"),
+        (["data_parallel.sync = @power_sgd()"], "has state"),
+        (["data_parallel.engine = @compiled"], "data_parallel.outer"),
+        (["data_parallel.outer = 3"], "give OuterStep"),
+        (
+            [
+                "data_parallel.compression = @compression()",
+                "compression.across = @int8()",
+            ],
+            "no effect",
+        ),
+    ],
+)
+def test_what_replicas_cannot_have_is_refused(bindings, said):
+    with pytest.raises(UsageError, match=said):
+        of_replicas(2, *bindings)
+
+
+def with_statistics():
+    """A model whose state has a mean of what it has seen, and a number of steps."""
+
+    def init(key, batch):
+        return {"w": jax.random.normal(key, (16,))}, {"mean": jnp.zeros(16), "steps": jnp.int32(0)}
+
+    def loss(params, state, batch, keys, *, train, batch_axes):
+        x = batch["image"].reshape(-1, 16)
+        if train:
+            mean = global_mean(x)
+            state = {"mean": 0.5 * state["mean"] + 0.5 * mean, "steps": state["steps"] + 1}
+        total = jnp.sum(jnp.square(jnp.sum(x * params["w"][None], -1)))
+        return LossOutput(total, jnp.float32(x.shape[0]), state, {})
+
+    return TrainableModel(init, loss)
+
+
+def test_statistics_are_averaged_where_replicas_meet():
+    config = configured(2, stem="ddp", every=2)
+    strategy = config.build(spec_of(with_statistics(), optimizer=optax.sgd(1e-3)))
+    for steps in (1, 2):
+        state, _ = trained(strategy, steps)
+        own, shared = state.slots["outer"]["replicas"]["model_state"], state.model_state
+        assert (own["steps"] == steps).all()
+        means = own["mean"]
+        if steps == 1:
+            rows = batches()[0]["image"].reshape(2, -1, 16).mean(1)
+            np.testing.assert_allclose(means, rows / 2, atol=1e-6)
+            assert not shared["mean"].any() and shared["steps"] == 0
+            before = means
+        else:
+            assert (means[0] == means[1]).all() and (means[0] == shared["mean"]).all()
+            assert shared["steps"] == 2
+            rows = batches()[1]["image"].reshape(2, -1, 16).mean(1)
+            np.testing.assert_allclose(means[0], (before / 2 + rows / 2).mean(0), atol=1e-6)
+
+
+def test_frozen_parameters_are_shared_by_all_replicas():
+    config = configured(2, every=2)
+    spec = dataclasses.replace(
+        spec_of(MODEL, optimizer=optax.adam(1e-2)), frozen="layers_0/.*|Dense_0/.*|hidden_0/.*"
+    )
+    strategy = config.build(spec)
+    first, _ = trained(strategy, 0)
+    state, _ = trained(strategy, 3)
+    frozen = frozen_of(state.model_state)
+    assert jax.tree.leaves(frozen)
+    jax.tree.map(np.testing.assert_array_equal, frozen, frozen_of(first.model_state))
+    assert not frozen_of(state.slots["outer"]["replicas"]["model_state"])
+
+
+def saved_and_restored(folder, strategy, state, other):
+    """What another strategy restores of a state, and what it says."""
+    said = []
+    progress = Progress(batch_size=BATCH, seed=3, order="", window={})
+    with contextlib.closing(Checkpoints(folder)) as checkpoints:
+        placed = harness.to_devices(strategy, state)
+        checkpoints.save(placed, int(state.step), progress, {}, strategy.logical_state)
+    with contextlib.closing(Checkpoints(folder, say=said.append)) as checkpoints:
+        restored, _ = checkpoints.restore(other)
+    return restored, said
+
+
+def adam(count, devices=8):
+    """Replicas with Adam that meet every three steps, on so many devices."""
+    config = configured(count, every=3, optimizer="@nesterov_outer()")
+    mesh = build_mesh({"data": count, "fsdp": devices // count}, jax.devices()[:devices])
+    spec = spec_of(MODEL, optimizer=optax.adam(1e-2), batch_size=24)
+    return dataclasses.replace(config, mesh=mesh).build(spec)
+
+
+def test_a_round_goes_on_from_a_checkpoint_also_on_other_shards(tmp_path):
+    strategy = adam(2)
+    state, _ = trained(strategy, 4)
+    for devices in (8, 4, 6):
+        other = adam(2, devices)
+        restored, said = saved_and_restored(tmp_path / str(devices), strategy, state, other)
+        assert not said
+        jax.tree.map(np.testing.assert_array_equal, other.logical(harness.to_host(restored)), state)
+
+
+def test_other_replicas_begin_a_new_round_at_the_anchor(tmp_path):
+    strategy, other = adam(2), adam(4)
+    state, _ = trained(strategy, 4)
+    restored, said = saved_and_restored(tmp_path, strategy, state, other)
+    assert said == ["The run had another number of replicas: a new round begins"]
+    found = other.logical(harness.to_host(restored))
+    jax.tree.map(np.testing.assert_array_equal, found.params, state.params)
+    for x, anchor in zip(
+        jax.tree.leaves(found.slots["outer"]["replicas"]["params"]),
+        jax.tree.leaves(state.params),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(x, np.stack([anchor] * 4))
+    for x, old in zip(*map(jax.tree.leaves, (found.opt_state, state.opt_state)), strict=True):
+        assert len(x) == 4
+        np.testing.assert_allclose(x, np.stack([old.mean(0)] * 4), rtol=1e-6)
+    other.train_step(restored, harness.place_rows(other, batches(24)[0]))
+
+
+def certificate(**options):
+    bench = bench_of("low_communication/diloco", **options)
+    return certify(bench, noise(), steps=2)
+
+
+def test_certify_compares_each_replica_and_each_meeting():
+    found = certificate()
+    assert found.is_right, str(found)
+    assert "meet every" in found.algorithm
+    assert sum(check.name.startswith("anchor, step") for check in found.checks) == 5
+    assert "anchor, moved to 1 replicas" in {check.name for check in found.checks}
+
+
+def climbs(outer, anchor, replicas, state, number, *, stored, mean):
+    """What moves the anchor away from what replicas learnt."""
+    state = SEND(outer, anchor, replicas, state, number, stored=stored, mean=mean)
+    return {**state, "sent": jax.tree.map(jnp.negative, state["sent"])}
+
+
+SEND = Outer.send
+
+
+def averages_moments(replicas, state, number):
+    state, metrics = MEET(replicas, state, number)
+
+    def mean(x):
+        return jnp.broadcast_to(x.mean(0)[None].astype(x.dtype), x.shape)
+
+    return state._replace(opt_state=jax.tree.map(mean, state.opt_state)), metrics
+
+
+def forgets(built, state, say=None):
+    slot = state.slots["outer"]
+    zeros = jax.tree.map(jnp.zeros_like, slot["state"])
+    return state._replace(slots={"outer": {**slot, "state": zeros}})
+
+
+def the_same_rows(layout, examples):
+    if layout.sharding.mesh.shape["data"] == 1:  # of one replica by itself
+        return PLACE(layout, examples)
+    half = {name: np.concatenate([x[: len(x) // 2]] * 2) for name, x in examples.items()}
+    return PLACE(layout, half)
+
+
+MEET, PLACE = Replicas.meet, BatchLayout.place_batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "bug", "said"),
+    [
+        ((Outer, "send"), climbs, "wrong sign"),
+        ((Replicas, "meet"), averages_moments, "states of optimizers change"),
+        ((checkpoint, "resize_slots"), forgets, "a checkpoint lacks"),
+        ((BatchLayout, "place_batch"), the_same_rows, "other rows"),
+    ],
+)
+def test_certify_names_what_is_wrong(monkeypatch, place, bug, said):
+    monkeypatch.setattr(*place, bug)
+    found = Certificate("")
+    check_rounds(found, bench_of("low_communication/diloco"), noise(), silent)
+    assert not found.is_right
+    assert said in found.cause, str(found)
+
+
+def streaming(*bindings, count=2, every=4, fragments=2, delay=1, mixing=0.0, stem="fsdp"):
+    return configured(
+        count,
+        f"outer.fragments = {fragments}",
+        f"outer.delay = {delay}",
+        f"outer.mixing = {mixing}",
+        *bindings,
+        stem=stem,
+        every=every,
+        optimizer="@nesterov_outer()",
+    )
+
+
+def test_a_fragment_that_is_received_in_the_next_step_is_of_the_step_before():
+    """One fragment and no share of their own: what replicas learn while it is sent is lost."""
+    spec = spec_of(MODEL, optimizer=optax.sgd(0.1))
+    late, _ = trained(streaming(every=2, fragments=1).build(spec), 3)
+    prompt, _ = trained(configured(2, every=2, optimizer="@nesterov_outer()").build(spec), 2)
+    assert_near(late.params, prompt.params, 1e-6)
+    assert_near(*(x.slots["outer"]["replicas"]["params"] for x in (late, prompt)), 1e-6)
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+def test_each_fragment_is_sent_once_a_round_as_it_was_before_the_step(delay):
+    strategy = streaming(delay=delay).build(spec_of(MODEL, optimizer=optax.sgd(0.1)))
+    outer = strategy.config.outer
+    moved = [outer.events(done) for done in range(1, 9)]
+    late = [(0, 0), (1, 1)] if delay == 1 else [(0, None), (None, 0), (1, None), (None, 1)]
+    assert {x for x in moved if x != Events()} == {Events(*x) for x in late}
+    assert [x.send for x in moved] == [None, None, 0, None, 1, None, 0, None]
+    sizes = dict(strategy.mesh.shape)
+    arguments = strategy.abstract_state, strategy.abstract_batch
+    sent = [collectives(x.program, *x.arguments(*arguments)) for x in strategy.outer_programs]
+    over = [sum(c.nbytes for c in one if c.axes == ("data",)) for one in sent]
+    params = sum(p.nbytes_per_device for p in jax.tree.leaves(strategy.shardings.params))
+    assert sum(over) == params and sizes["data"] == 2
+    plain = collectives(strategy.train_step, *arguments)
+    assert {c.axes for c in plain} == {("fsdp",)}
+
+
+def test_layers_of_a_stack_go_round_the_fragments():
+    strategy = decoder.build(
+        "fsdp",
+        decoder.model(),
+        "data_parallel.outer = @outer()",
+        "outer.every = 4",
+        "outer.optimizer = @average()",
+        "outer.fragments = 2",
+        "outer.delay = 1",
+        "make_mesh.axes = {'data': 2, 'fsdp': -1}",
+    )
+    state, anchors = strategy.init(jax.random.key(0)), []
+    for seed in range(6):
+        anchors.append(jax.device_get(state.params))
+        state, _ = harness.take_step(strategy, state, decoder.batch(seed))
+    anchors.append(jax.device_get(state.params))
+    stacks = [p for p in jax.tree.leaves(strategy.shardings.params) if p.stacked]
+    assert stacks and min(p.shape[0] for p in stacks) > 1
+    for step in range(6):
+        before, after = (by_path(x) for x in anchors[step : step + 2])
+        for p in stacks:
+            changed = (before[p.path] != after[p.path]).reshape(p.shape[0], -1).any(1)
+            due = {2: 0, 4: 1}.get(step)  # at the end of steps 3 and 5
+            assert list(changed) == [layer % 2 == due for layer in range(p.shape[0])]
+
+
+def test_a_fragment_under_way_arrives_after_a_restart(tmp_path):
+    strategy = streaming(delay=2).build(spec_of(MODEL, optimizer=optax.adam(1e-2)))
+    state, _ = trained(strategy, 3)
+    assert strategy.config.outer.events(4) == Events(receive=0)
+    restored, said = saved_and_restored(tmp_path, strategy, state, strategy)
+    batch = batches()[3]
+    ends = [
+        strategy.logical(harness.run_step(strategy, x, batch).state)
+        for x in (state, strategy.logical(harness.to_host(restored)))
+    ]
+    assert not said
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+def test_a_fragment_may_not_be_sent_before_the_last_one_is_received():
+    with pytest.raises(UsageError, match=r"outer.delay = 3, .* fragment of 2 each 2 steps"):
+        streaming(delay=3)
+
+
+def never_sent(outer, done):
+    return Events(*(None if number == 1 else number for number in EVENTS(outer, done)))
+
+
+EVENTS = Outer.events
+
+
+@pytest.mark.slow
+def test_certify_names_a_fragment_that_is_never_sent(monkeypatch):
+    monkeypatch.setattr(Outer, "events", never_sent)
+    found = Certificate("")
+    check_rounds(found, bench_of("low_communication/diloco_streaming"), noise(), silent)
+    assert not found.is_right
+    assert "a fragment is never sent" in found.cause, str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["local_sgd", "diloco_streaming"])
+def test_shipped_strategies_are_certified(name):
+    found = certify(bench_of(f"low_communication/{name}"), noise(), steps=2)
+    assert found.is_right, str(found)
