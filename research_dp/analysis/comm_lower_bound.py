@@ -142,7 +142,7 @@ def _outer_bytes(strategy: Strategy) -> float:
 def _update_bytes(strategy: Strategy) -> float:
     """Bytes that an optimizer sends of its own accord (`on_matrices`), counted in its update."""
     slices, state = strategy.shardings.slices, strategy.logical_state
-    if strategy.outer_programs:  # of one replica
+    if strategy.config.outer is not None:  # of one replica
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.opt_state)
         state = state._replace(opt_state=one)
     if strategy.config.reduction.logical_shards is not None:

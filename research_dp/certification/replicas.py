@@ -121,9 +121,10 @@ def check_rounds(certificate: Certificate, bench: Bench, data: DataSet, report: 
 def _short(outer: Any) -> Any:
     """The outer step with short rounds, of at most two fragments."""
     outer = copy.copy(outer)
-    parts, delay = getattr(outer, "fragments", 1), getattr(outer, "delay", 0)
-    outer.fragments, outer.delay = min(parts, 2), min(delay, EVERY)
-    outer.every = EVERY * outer.fragments
+    outer.every = EVERY
+    if hasattr(outer, "fragments"):
+        outer.fragments, outer.delay = min(outer.fragments, 2), min(outer.delay, EVERY)
+        outer.every *= outer.fragments
     return outer
 
 

@@ -80,7 +80,7 @@ def compile_row(
                 if dump is not None:
                     (dump / f"{re.sub(r'[^+.=, 0-9A-Za-z_-]', '_', name)}.txt").write_text(text)
                 cost = read(program, strategy.mesh, where, text)
-                if strategy.outer_programs:
+                if config.outer is not None:
                     cost = _with_outer(row, cost, strategy, where)
                 _set_costs(row, cost, spec, where)
             except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
@@ -165,6 +165,7 @@ def compile_step(row: Row, lowered: Any, options: dict[str, Any]) -> Any:
         row.temp_bytes, row.peak_bytes, row.needed_bytes = ProgramMemory.of(program)
         row.fits = row.available_bytes is None or row.needed_bytes <= row.available_bytes
     except jax.errors.JaxRuntimeError as error:
+        row.fits = False
         sizes = _OUT_OF_MEMORY.search(str(error))
         if sizes is None:
             row.problem = f"does not compile: {first_line(error)}"
@@ -183,18 +184,17 @@ def _with_outer(row: Row, cost: ProgramCost, strategy: Strategy, where: Topology
 
     The row keeps what the largest of the programs needs.
     """
-    parts, share = list[tuple[ProgramCost, float]](), 1.0
-    for outer in strategy.outer_programs:
+    (_, _, share), *others = strategy.programs
+    parts = [(cost, share)]
+    for outer, arguments, share in others:
         before = dataclasses.replace(row)
-        lowered = outer.lower(strategy.abstract_state, strategy.abstract_batch)
-        program = compile_step(row, lowered, {})
+        program = compile_step(row, outer.lower(*arguments), {})
         if program is not None:
-            parts.append((read(program, strategy.mesh, where), 1 / outer.every))
-            share -= outer.is_step / outer.every
+            parts.append((read(program, strategy.mesh, where), share))
         if (before.needed_bytes or 0) > (row.needed_bytes or 0):
             for name in ("temp_bytes", "peak_bytes", "needed_bytes", "fits", "problem"):
                 setattr(row, name, getattr(before, name))
-    return on_average([(cost, share), *parts])
+    return on_average(parts)
 
 
 def _set_costs(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology) -> None:

@@ -123,7 +123,7 @@ class Checkpoints:
             check(manifest)
             as_saved, adapted = _masters_as_saved(abstract_state, manifest.leaves)
             meant, _ = _masters_as_saved(strategy.logical_state, manifest.leaves)
-            names = ("slots", *(("opt_state", "loss_scale") if strategy.outer_programs else ()))
+            names = ("slots", *(("opt_state", "loss_scale") if strategy.config.outer else ()))
             as_saved, meant = (
                 manifest.with_saved_shapes(x, meant, names) for x in (as_saved, meant)
             )

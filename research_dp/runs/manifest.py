@@ -124,7 +124,8 @@ class Manifest:
     def with_saved_shapes(self, state: Any, logical: Any, names: Sequence[str]) -> Any:
         """The abstract state with arrays of these fields as saved, where `logical` differs.
 
-        Slots may have any shapes, other fields another first dim: they are replicated then.
+        Slots may have any shapes, other fields, and replicas, another first dim, which is not
+        sharded then.
         """
 
         def as_saved(keys: Any, x: jax.ShapeDtypeStruct, meant: Any) -> jax.ShapeDtypeStruct:
@@ -132,9 +133,11 @@ class Manifest:
             saved = self.leaves.get(name)
             if saved is None or saved.shape == meant.shape:
                 return x
-            if not name.startswith("slots/") and saved.shape[1:] != meant.shape[1:]:
+            is_of_slot = name.startswith("slots/") and not name.startswith("slots/outer/")
+            if not is_of_slot and saved.shape[1:] != meant.shape[1:]:
                 return x
-            sharding = NamedSharding(x.sharding.mesh, PartitionSpec())
+            spec = x.sharding.spec[1:] if x.shape[1:] == saved.shape[1:] else ()
+            sharding = NamedSharding(x.sharding.mesh, PartitionSpec(None, *spec))
             return jax.ShapeDtypeStruct(saved.shape, x.dtype, sharding=sharding)
 
         some = ({name: getattr(x, name) for name in names} for x in (state, logical))

@@ -128,7 +128,8 @@ def _refuse(strategy: Strategy, found: str) -> None:
 def splits_examples(strategy: Strategy) -> bool:
     """Whether devices have parts of a batch, of several examples each: one mixes with nothing."""
     devices, (_, rows) = batch_devices(strategy.mesh), strategy.abstract_batch.position.shape
-    return strategy.splits_batch and devices > 1 and rows > devices
+    is_one = strategy.config.outer is None  # rows of replicas that differ do not change places
+    return is_one and strategy.splits_batch and devices > 1 and rows > devices
 
 
 def order_dependence(strategy: Strategy, placed: PlacedBatch) -> Finding | None:

@@ -99,7 +99,7 @@ def _of_replicas(config: StrategyConfig, program: Program, evaluate: Any) -> Str
         return _jitted(config, replicas.stored, of_each)(_of_placed(step))
 
     programs = dict[slots.Events, OuterProgram]()
-    for events in dict.fromkeys(outer.events(done) for done in range(2 * outer.every)):
+    for events in dict.fromkeys(outer.events(done) for done in range(1, 3 * outer.every + 1)):
         if events.meet is not None:
             meet = functools.partial(replicas.meet, number=events.meet)
             program_of_all = _jitted(config, replicas.stored)(meet)
@@ -127,22 +127,23 @@ def _in_rounds(
 
     The number of a state is read once, and then known of those that this returned.
     """
-    known: list[Any] = [None, 0, None]
+    known: list[Any] = [None, 0]
+    compiled = dict[slots.Events, Any]()
 
     def call(state: strategy.TrainState, batch: strategy.PlacedBatch) -> Any:
-        newest, done, compiled = known
-        if compiled is None:  # with the step, not in the midst of a run
-            compiled = {key: in_turn(one.lower(state, batch)) for key, one in programs.items()}
+        if not compiled:  # with the step, not in the midst of a run
+            compiled.update((key, in_turn(x.lower(state, batch))) for key, x in programs.items())
+        newest, done = known
         done = 1 + (done if state.step is newest else int(state.step))
-        key = outer.events(done)
-        if key in compiled and programs[key].is_step:
-            state, metrics = compiled[key](state, batch)
+        events = outer.events(done)
+        if events != slots.Events() and programs[events].is_step:
+            state, metrics = compiled[events](state, batch)
         else:
             state, metrics = train_step(state, batch)
-            if key in compiled:
-                state, more = compiled[key](state)
+            if events.meet is not None:
+                state, more = compiled[events](state)
                 metrics = {**metrics, **more}
-        known[:] = state.step, done, compiled
+        known[:] = state.step, done
         return state, metrics
 
     return call
@@ -206,7 +207,8 @@ def _tuned(config: StrategyConfig, *, gathers_units: bool) -> StrategyConfig:
 
 def _refuse_no_sync(config: StrategyConfig) -> None:
     """Raises UsageError if several devices would each follow gradients of their own."""
-    if config.sync is None and config.mesh.size > 1:
+    together = config.mesh.size // (config.mesh.shape[DATA_AXIS] if config.outer else 1)
+    if config.sync is None and together > 1:
         which = "replicated parameters" if config.gather else "parameters"
         raise binding_error(
             "data_parallel.sync",
@@ -338,7 +340,7 @@ def _strategy(
         init=_in_place_of(init, new_state_of),
         train_step=_in_place_of(train_step, checked_step),
         eval_step=eval_step,
-        batch_axes=() if programs else step.axes,
+        batch_axes=step.axes if outer is None else split_axes(config.mesh),
         outer_programs=tuple(programs.values()),
         **{name: getattr(batch, name) for name in of_batch},
     )

@@ -52,14 +52,11 @@ class Collective:
 
 def of_step(strategy: Strategy) -> list[Collective]:
     """The collectives of a strategy's training step; with their share those of its outer steps."""
-    arguments = strategy.abstract_state, strategy.abstract_batch
-    share, sent = 1.0, list[Collective]()
-    for outer in strategy.outer_programs:
-        share -= outer.is_step / outer.every
-        met = collectives(outer.program, *outer.arguments(*arguments))
-        sent += [dataclasses.replace(c, share=c.share / outer.every) for c in met]
-    of_steps = collectives(strategy.train_step, *arguments)
-    return [*(dataclasses.replace(c, share=c.share * share) for c in of_steps), *sent]
+    return [
+        dataclasses.replace(collective, share=collective.share * share)
+        for program, arguments, share in strategy.programs
+        for collective in collectives(program, *arguments)
+    ]
 
 
 def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:

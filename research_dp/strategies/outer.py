@@ -107,8 +107,14 @@ class Outer:
         room: dict[str, jax.Array] = {}
         for path, x in (item for part in parts for item in part.items() if self.delay):
             room[path] = max(room.get(path, x), x, key=lambda x: x.shape)
+        if not all(parts):
+            problem = f" = {self.fragments}: one of them has no parameters. Give fewer."
+            raise binding_error("outer.fragments", problem)
         optimizer = {str(i): self._optimizer.init(part) for i, part in enumerate(parts)}
-        return {"optimizer": optimizer, "sent": jax.tree.map(jnp.zeros_like, room)}
+        # By its shape a checkpoint tells rounds apart: what is under way arrives in no others.
+        rounds = jnp.zeros((1, self.fragments, *([self.delay, self.every] if self.delay else [])))
+        sent = jax.tree.map(jnp.zeros_like, room)
+        return {"optimizer": optimizer, "sent": sent, "fragments_delay_every": rounds}
 
     def send(
         self,
@@ -136,11 +142,15 @@ class Outer:
         updates, new = self._optimizer.update(learnt, state["optimizer"][str(number)], own)
         own = optax.apply_updates(own, updates)
         a = self._mixing
-        each = {path: a * x + (1 - a) * own[path][None] for path, x in each.items()}
+        each = {
+            path: a * x + (1 - a) * own[path][None] if a else jnp.broadcast_to(own[path], x.shape)
+            for path, x in each.items()
+        }
         anchor = self._joined(anchor, own, stored, number)
         replicas = self._joined(replicas, each, stored, number, 1)
         optimizer, sent = {**state["optimizer"], str(number): new}, state["sent"]
-        return anchor, replicas, {"optimizer": optimizer, "sent": sent if self.delay else {}}
+        sent = sent if self.delay else {}
+        return anchor, replicas, {**state, "optimizer": optimizer, "sent": sent}
 
     def wire_bytes(self, shape: tuple[int, ...], dtype: Any) -> float:
         """Bytes that are all-reduced of an array of the shape that a device has."""

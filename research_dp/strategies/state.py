@@ -157,7 +157,7 @@ def resize_slots(
     built: strategy.Strategy, state: TrainState, say: Callable[[str], None] = lambda text: None
 ) -> TrainState:
     """A state whose slots may be those of another number of devices, for this strategy."""
-    if built.outer_programs:
+    if built.config.outer is not None:
         if jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, built.abstract_state):
             return state
         say("The run had another number of replicas: a new round begins")

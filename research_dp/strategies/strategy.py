@@ -56,7 +56,7 @@ class TrainState(NamedTuple):
 
     `step`, 0-d int32, is the number of steps done; `model_state` has e.g. batch statistics;
     `opt_state` has the shapes and paths of parameters; `loss_scale` is a `LossScaleState`, or ();
-    `slots` has the state of the slots that have any ('sync', 'update'), see `slots.Stateful`.
+    `slots` has the state of the slots that have any ('sync', 'update', 'outer'), see `slots`.
 
     Of replicas that train by themselves (slot 'outer') `params` and `model_state` are those at
     which they met last; `opt_state` and `loss_scale` have a leading dim, sharded over axis `data`.
@@ -179,6 +179,14 @@ class Strategy:
     choices: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see `mesh.noting`
 
     @property
+    def programs(self) -> list[tuple[Any, tuple[Any, ...], float]]:
+        """(program, abstract arguments, the share of steps in which it runs), the step first."""
+        given = self.abstract_state, self.abstract_batch
+        others = [(x.program, x.arguments(*given), 1 / x.every) for x in self.outer_programs]
+        share = 1 - sum(x.is_step / x.every for x in self.outer_programs)
+        return [(self.train_step, given, share), *others]
+
+    @property
     def splits_batch(self) -> bool:
         """Whether the examples that a loss gets together depend on the number of devices."""
         return bool(self.batch_axes) and self.config.reduction.logical_shards is None
@@ -210,7 +218,7 @@ class Strategy:
 @checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """A strategy before it meets a model: the engine, the mesh and the four slots.
+    """A strategy before it meets a model: the engine, the mesh and the slots.
 
     `strategies.slots` has the contracts of the slots. None in a slot means: not needed.
 
@@ -319,6 +327,9 @@ class StrategyConfig:
         if DATA_AXIS in self.state_axes:
             problem = f" has {DATA_AXIS!r}, along which replicas differ. Bind ('{FSDP_AXIS}',)."
             raise binding_error("data_parallel.state_axes", problem)
+        if self.compression and self.compression.error_feedback:
+            problem = " = True: replicas cannot carry what encoding loses. Bind False."
+            raise binding_error("compression.error_feedback", problem)
         for name in ("sync", "update"):
             if isinstance(getattr(self, name), slots.Stateful):
                 problem = (
@@ -368,12 +379,15 @@ class StrategyConfig:
                 "the result depends on their number. Bind None; compression.gather alone has the "
                 "same bits on any number of devices.",
             )
-        sizes = self.mesh.shape
-        if given.across and (sizes[DATA_AXIS] == 1 or self.outer is not None):
-            why = "has one device" if self.outer is None else "is that of replicas, which meet"
+        sizes = dict(self.mesh.shape)
+        if self.outer is not None:  # of a replica
+            sizes[DATA_AXIS] = 1
+        if given.across and sizes[DATA_AXIS] == 1:
+            of_replicas = " in a replica" if self.outer is not None else ""
             raise binding_error(
                 "compression.across",
-                f" has no effect: axis {DATA_AXIS!r} {why}. Bind None, or make_mesh.axes.",
+                f" has no effect: axis {DATA_AXIS!r} has one device{of_replicas}. Bind None, or "
+                "make_mesh.axes.",
             )
         if given.votes and min(sizes.values()) > 1:
             raise binding_error(
@@ -427,6 +441,8 @@ class StrategyConfig:
             with noting() as choices:
                 traced = functools.partial(jax.eval_shape, strategy.train_step)
                 getattr(strategy.train_step, "eval_shape", traced)(state, batch)
+                for outer in strategy.outer_programs[:1]:
+                    outer.program.eval_shape(*outer.arguments(state, batch))
             jax.eval_shape(strategy.eval_step, state, jax.eval_shape(as_evaluated, batch))
         except UsageError as error:
             if error.binding == "prefetch" and self.prefetch is None and self.tuning:

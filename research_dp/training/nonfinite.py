@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.distributed.mesh import texts_of_all
+from research_dp.distributed.collectives import flat_axes
+from research_dp.distributed.mesh import DATA_AXIS, texts_of_all
 from research_dp.distributed.placement import on_host
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, some_of
@@ -43,8 +44,9 @@ class NonfiniteCheck:
         Reading the flags of replicas, (replicas, 1 + parameters), is one too.
         """
         # One device's: to assemble an array from all of them takes twice as long.
-        found = np.asarray(flags.addressable_data(0)) if flags.ndim == 1 else on_host(flags).max(0)
-        loss_flag, *gradient_flags = found
+        rows = np.asarray(flags.addressable_data(0))[None] if flags.ndim == 1 else on_host(flags)
+        weighted = rows[rows[:, 0] != NO_WEIGHT]  # of the replicas whose part has any
+        loss_flag, *gradient_flags = (weighted if len(weighted) else rows).max(0)
         if not loss_flag:
             self.in_a_row = 0
             return
@@ -77,12 +79,13 @@ class NonfiniteCheck:
 
     def check_state(self, step: int, state: TrainState) -> None:
         """Refuses a state from which every run would fail; a collective. Updates can overflow."""
+        fields = {"opt_state": state.opt_state, "slots": state.slots}
+        others = [(name, p, x) for name, tree in fields.items() for p, x in by_path(tree).items()]
         arrays = {
             **by_path(state.params),
             **{f"model_state {path}": x for path, x in by_path(state.model_state).items()},
             # Scalars may be infinite: the best loss before there is one.
-            **{f"opt_state {path}": x for path, x in by_path(state.opt_state).items() if x.ndim},
-            **{f"slots {path}": x for path, x in by_path(state.slots).items() if _local_rank(x)},
+            **{f"{name} {p}": x for name, p, x in others if _own_rank(f"{name} {p}", x)},
         }
         arrays = {p: x for p, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
         finite = np.asarray(_all_finite(list(arrays.values())))
@@ -115,6 +118,8 @@ def _all_finite(leaves: list[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])
 
 
-def _local_rank(x: jax.Array) -> int:
-    """The rank of a slot's state on one device, without the leading dim that counts devices."""
-    return x.ndim - any(getattr(x.sharding, "spec", ())[:1])
+def _own_rank(path: str, x: jax.Array) -> int:
+    """The rank on one device, or replica, without a leading dim that counts these."""
+    axes = flat_axes(next(iter(getattr(x.sharding, "spec", ())), None))
+    of_devices = path.startswith("slots ") and not path.startswith("slots outer/state")
+    return x.ndim - (axes[:1] == (DATA_AXIS,) or (of_devices and bool(axes)))

@@ -90,16 +90,23 @@ def matrices_only(params: Any) -> Any:
 class LearningRate:
     """The rate of an optimizer that `remembering_rate` made, or of `optax.inject_hyperparams`.
 
-    It is not known of others: a chain of transforms may scale the updates of one of them.
+    It is not known of others: a chain of transforms may scale the updates of one of them. Of
+    replicas, whose states have a leading dim, it is the first one's.
 
     Raises:
         UsageError: It is negative within a run of `num_steps`.
     """
 
     def __init__(
-        self, optimizer: optax.GradientTransformation, abstract_opt_state: Any, num_steps: int = 1
+        self,
+        optimizer: optax.GradientTransformation,
+        abstract_opt_state: Any,
+        num_steps: int = 1,
+        *,
+        of_replicas: bool = False,
     ):
-        self._is_injected = _injected(abstract_opt_state) is not None
+        self._rank = int(of_replicas)  # of a number in the state
+        self._is_injected = _injected(abstract_opt_state, self._rank) is not None
         rate = getattr(optimizer.update, _RATE, None)
         self._rate: Any = rate if _is_scalar(rate) else None
         if callable(self._rate):
@@ -119,16 +126,15 @@ class LearningRate:
     def read(self, opt_state: Any) -> None:
         """Reads an injected rate, for which it waits for the step; does nothing for others."""
         if self._is_injected:
-            self._rate = float(np.asarray(_injected(opt_state)))
+            self._rate = float(np.ravel(on_host(_injected(opt_state, self._rank)))[0])
 
     def updates(self, opt_state: Any) -> int:
         """How many updates an optimizer's state counts; 0 if it does not, as no schedule is in it.
 
-        Steps are no measure: those whose gradients overflow in float16 update nothing. Replicas
-        count for themselves; the first one's is taken.
+        Steps are no measure: those whose gradients overflow in float16 update nothing.
         """
         counts = [x for _, x in optax.tree.get_all_with_path(opt_state, "count")]
-        own = [x for x in counts if x.ndim <= 1 and np.issubdtype(x.dtype, np.integer)]
+        own = [x for x in counts if x.ndim == self._rank and np.issubdtype(x.dtype, np.integer)]
         return max((int(np.ravel(x)[0]) for x in on_host(own)), default=0)
 
     def after(self, updates: int) -> float | None:
@@ -143,12 +149,12 @@ def _is_scalar(rate: Any) -> bool:
     return np.shape(jax.eval_shape(rate, step) if callable(rate) else rate) == ()
 
 
-def _injected(opt_state: Any) -> Any:
-    """The only 0-d `learning_rate` of injected hyperparameters; None if there is not one."""
+def _injected(opt_state: Any, rank: int = 0) -> Any:
+    """The only `learning_rate`, a number, of injected hyperparameters; None: there is not one."""
     parts = jax.tree.leaves(opt_state, is_leaf=lambda x: hasattr(x, "hyperparams"))
     found = [getattr(part, "hyperparams", {}).get("learning_rate") for part in parts]
     rates = [rate for rate in found if rate is not None]
-    return rates[0] if len(rates) == 1 and np.shape(rates[0]) == () else None
+    return rates[0] if len(rates) == 1 and np.ndim(rates[0]) == rank else None
 
 
 def _on_host(schedule: Callable[[Any], Any]) -> Callable[[int], Any]:

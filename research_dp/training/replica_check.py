@@ -109,8 +109,14 @@ class ReplicaCheck:
 
 
 def _leaves(state: TrainState) -> dict[tuple[str, str], Any]:
+    def kind(part: str, path: str) -> str:
+        """What is compared; slot `outer` has the parameters and model state of its replicas."""
+        if part == "slots" and path.startswith("outer/replicas/"):
+            part = path.split("/")[2]
+        return _KINDS.get(part, part.replace("_", " "))
+
     return {
-        (_KINDS.get(part, part.replace("_", " ")), path): x
+        (kind(part, path), path): x
         for part, tree in state._asdict().items()
         for path, x in by_path(tree).items()
     }

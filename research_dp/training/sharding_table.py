@@ -62,7 +62,7 @@ def summary(strategy: Strategy) -> list[str]:
         replicas, devices = (strategy.mesh.shape[axis] for axis in BATCH_AXES)
         every, kept = outer.every, _bytes_text(strategy.nbytes("slots")[0])
         lines.append(
-            f"{replicas} replicas of {devices} devices meet every {every} steps; {kept} for it"
+            f"{replicas} replicas, each of {devices}, meet every {every} steps; {kept} for it"
         )
     if reason := unsharded_reason(strategy):
         lines.append(f"{reason[0].upper()}{reason[1:]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 from clu.metrics import Average
 
-from research_dp.distributed.placement import on_host
+from research_dp.distributed.mesh import texts_of_all
 from research_dp.types import HostSums, Work
 
 _PARTS = ("data_wait", "dispatch", "device_wait")  # of the time of steps; the loop has the rest
@@ -27,15 +28,28 @@ def accumulate(
 ) -> dict[str, tuple[float, float]]:
     """Adds arrays (2,) of sum and count to sums on the host, in order and in float64.
 
-    Those of replicas, (replicas, 2), are added up; a collective, where processes have parts.
+    Those of replicas, (replicas, 2), are added up; one collective, where processes have parts.
     """
-    result = dict(sums)
-    for step in on_host(list(steps)):
+    result, of_parts = dict(sums), dict[str, tuple[float, float]]()
+    for step in steps:
         for name, x in step.items():
-            total, count = np.asarray(x, np.float64).reshape(-1, 2).sum(0)
+            into = result if x.ndim == 1 or x.is_fully_addressable else of_parts
+            before = into.get(name, (0.0, 0.0))
+            total, count = _own_sum(x).tolist()
+            into[name] = before[0] + total, before[1] + count
+    for part in map(json.loads, texts_of_all(json.dumps(of_parts)) if of_parts else ()):
+        for name, (total, count) in part.items():
             before = result.get(name, (0.0, 0.0))
-            result[name] = before[0] + float(total), before[1] + float(count)
+            result[name] = before[0] + total, before[1] + count
     return result
+
+
+def _own_sum(x: Any) -> np.ndarray:
+    """An array (2,), or the sum of its rows that this process has, each once; in float64."""
+    if x.ndim == 1:
+        return np.asarray(x, np.float64)
+    own = [np.asarray(s.data, np.float64) for s in x.addressable_shards if s.replica_id == 0]
+    return np.sum([part.sum(0) for part in own], 0) if own else np.zeros(2)
 
 
 def means(sums: HostSums) -> dict[str, float]:

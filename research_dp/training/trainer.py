@@ -13,8 +13,9 @@ from typing import Any
 
 import gin
 import jax
+import numpy as np
 
-from research_dp.distributed.mesh import peak_of_mesh
+from research_dp.distributed.mesh import peak_of_mesh, texts_of_all
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.sharding import cut_shapes
 from research_dp.errors import at_end, binding_error
@@ -62,7 +63,8 @@ class Trainer:
         self._identity: DataIdentity | None = None
         self._compared = 0  # the first step that changed the state
         self._in_flight = InFlight()
-        self._unchecked: list[Callable[[], None]] = []  # flags of which this process has a part
+        # Flags of which this process has a part, and their checks.
+        self._unchecked: list[tuple[jax.Array, Callable[[], None]]] = []
         self._read: dict[int, Arrays] = {}  # host batches, by the step that is to take them
         self._facts: dict[str, Any] = {"seconds_to_first_step": None}  # for the summary
         work = self.spec.model.work(self.spec.example) if self.spec.model.work else None
@@ -71,7 +73,10 @@ class Trainer:
         self._console = ProgressBar(self.schedule.num_steps, self._first_step)
         opt_state = self.strategy.abstract_state.opt_state
         optimizer = self.strategy.config.optimizer_of(self.spec)
-        self._rate = LearningRate(optimizer, opt_state, self.schedule.num_steps)
+        is_of_each = self.strategy.config.outer is not None
+        self._rate = LearningRate(
+            optimizer, opt_state, self.schedule.num_steps, of_replicas=is_of_each
+        )
         self._metrics = MetricLog(
             self._progress, self._throughput, self._console, self._rate, self.writers
         )
@@ -156,9 +161,21 @@ class Trainer:
     def _warn_of_a_part(self) -> None:
         """Warns of last steps that are in no round: nothing but a checkpoint has them."""
         last, outer = self.schedule.num_steps, self.strategy.config.outer
-        if outer is not None and (more := last % outer.every):
-            what = f"replicas meet every {outer.every} steps"
-            self._warn(f"{what}, so the last {more} of {last} change no result")
+        if outer is None:
+            return
+        sent, read = dict[int, int](), dict[int, int]()
+        for done in range(max(1, last - 3 * outer.every), last + 1):
+            events = outer.events(done)
+            if events.send is not None:
+                sent[events.send] = done - 1
+            if events.receive in sent:
+                read[events.receive] = sent[events.receive]
+            if events.meet is not None:
+                read[events.meet] = done
+        first = min(read.values(), default=0)
+        if first < last:
+            of_part = f"step {first}" if len(read) < 2 else f"steps {first} to {max(read.values())}"
+            self._warn(f"what is evaluated at the end is of {of_part}, where replicas met last")
 
     def _read_data(self) -> None:
         """Prepares and compares the data; says what the run is."""
@@ -242,7 +259,7 @@ class Trainer:
         if flags.is_fully_addressable or flags.is_fully_replicated:
             self._in_flight.add(values, check)
         else:  # together with the other processes, where they wait for each other
-            self._unchecked.append(check)
+            self._unchecked.append((flags, check))
             self._in_flight.add(values)
         self._throughput.count_step()
         self._console.step(step)
@@ -267,10 +284,14 @@ class Trainer:
     def _wait(self, running: Any = None) -> None:
         """Waits for what is in flight, and for what is `running` where processes then meet."""
         self._in_flight.wait()
-        if self.strategy.outer_programs and jax.process_count() > 1:
+        if self.strategy.config.outer is not None and jax.process_count() > 1:
             jax.block_until_ready(running)
-        while self._unchecked:
-            self._unchecked.pop(0)()
+        unchecked, self._unchecked = self._unchecked, []
+        if unchecked:  # one collective, unless a process has something to say
+            own = (shard.data for flags, _ in unchecked for shard in flags.addressable_shards)
+            if any(texts_of_all("x" if any(np.asarray(x)[:, 0].any() for x in own) else "")):
+                for _, check in unchecked:
+                    check()
 
     def _compare_replicas(self, state: TrainState, step: int) -> None:
         """Waits for the step, and compares replicas; a difference ends the run."""

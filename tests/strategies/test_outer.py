@@ -11,6 +11,7 @@ import pytest
 
 from research_dp import UsageError
 from research_dp.analysis.program_cost import collectives_of
+from research_dp.analysis.topologies import topology
 from research_dp.certification import harness
 from research_dp.certification.certificate import Certificate
 from research_dp.certification.certify import certify
@@ -19,6 +20,9 @@ from research_dp.console import silent
 from research_dp.distributed.batch_examples import global_mean
 from research_dp.distributed.mesh import build_mesh
 from research_dp.distributed.sharding import by_path
+from research_dp.errors import RunFailure
+from research_dp.planning.estimate import compile_row, compile_step
+from research_dp.planning.row import Row
 from research_dp.runs import checkpoint
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.manifest import Progress
@@ -27,6 +31,9 @@ from research_dp.strategies.jaxpr_collectives import collectives, of_step
 from research_dp.strategies.outer import Outer, Replicas
 from research_dp.strategies.slots import Events
 from research_dp.strategies.state import BatchLayout
+from research_dp.strategies.strategy import NO_WEIGHT
+from research_dp.training.nonfinite import NonfiniteCheck
+from research_dp.training.optimizers import LearningRate
 from research_dp.types import LossOutput, TrainableModel
 from tests.support import decoder
 from tests.support.certified import BATCH, MAX_NORM, batches, bench_of, noise, small_model, spec_of
@@ -161,6 +168,14 @@ def test_what_replicas_learnt_is_averaged_in_the_dtype_that_is_bound():
         ),
         (["data_parallel.param_dtype = 'bfloat16'"], "bfloat16"),
         (["data_parallel.sync = @power_sgd()"], "has state"),
+        (
+            [
+                "data_parallel.compression = @compression()",
+                "compression.sync = @int8()",
+                "compression.error_feedback = True",
+            ],
+            "compression.error_feedback = True: replicas",
+        ),
         (["data_parallel.engine = @compiled"], "data_parallel.outer"),
         (["data_parallel.outer = 3"], "give OuterStep"),
         (
@@ -448,3 +463,95 @@ def test_certify_names_a_fragment_that_is_never_sent(monkeypatch):
 def test_shipped_strategies_are_certified(name):
     found = certify(bench_of(f"low_communication/{name}"), noise(), steps=2)
     assert found.is_right, str(found)
+
+
+@pytest.mark.parametrize(("every", "delay"), [(1, 1), (2, 2)])
+def test_a_delay_may_be_as_long_as_a_round(every, delay):
+    strategy = streaming(every=every, fragments=1, delay=delay).build(
+        spec_of(MODEL, optimizer=optax.sgd(0.1))
+    )
+    first, _ = trained(strategy, every)
+    later, _ = trained(strategy, every + delay)
+    for x, y in zip(*map(jax.tree.leaves, (first.params, later.params)), strict=True):
+        assert (x != y).any()
+
+
+def test_a_replica_without_weight_hides_no_failure_of_another():
+    check = NonfiniteCheck(["w"], "stop", "", print)
+    with pytest.raises(RunFailure, match="the gradient of w is not finite"):
+        check.check(1, jnp.float32([[NO_WEIGHT, 0], [1, 1]]))
+    check.check(1, jnp.float32([[NO_WEIGHT, 0], [0, 0]]))
+    assert check.in_a_row == 0
+
+
+def test_an_optimizer_may_keep_a_number_that_is_infinite():
+    optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    strategy = configured(2, every=2).build(spec_of(MODEL, optimizer=optimizer))
+    state = strategy.init(jax.random.key(0))
+    NonfiniteCheck([], "stop", "", print).check_state(1, state)
+    nan = jax.tree.map(lambda x: x * jnp.nan, state.slots["outer"]["replicas"]["params"])
+    slot = {**state.slots["outer"], "replicas": {"params": nan, "model_state": {}}}
+    with pytest.raises(RunFailure, match="slots outer/replicas/params"):
+        NonfiniteCheck([], "stop", "", print).check_state(1, state._replace(slots={"outer": slot}))
+
+
+def test_a_fragment_under_way_belongs_to_its_rounds(tmp_path):
+    spec = spec_of(MODEL, optimizer=optax.sgd(0.1))
+    strategy, other = streaming(delay=2).build(spec), streaming(every=8, delay=2).build(spec)
+    state, _ = trained(strategy, 3)
+    with pytest.raises(UsageError, match="fragments_delay_every"):
+        saved_and_restored(tmp_path, strategy, state, other)
+    plain = configured(2, every=2).build(spec)
+    with pytest.raises(UsageError, match="fragments_delay_every"):
+        saved_and_restored(tmp_path / "plain", strategy, state, plain)
+    state, _ = trained(plain, 3)
+    rarer = configured(2, every=5).build(spec)
+    restored, said = saved_and_restored(tmp_path / "rarer", plain, state, rarer)
+    assert restored.step == 3 and not said
+
+
+def test_more_fragments_than_parameters_are_refused():
+    with pytest.raises(UsageError, match=r"outer.fragments = 8: one of them has"):
+        streaming(every=8, fragments=8).build(spec_of(MODEL))
+
+
+def test_devices_that_are_a_replica_each_need_no_sync():
+    strategy = configured(8, "data_parallel.sync = None", stem="ddp", every=2).build(
+        spec_of(MODEL, optimizer=optax.sgd(0.1))
+    )
+    assert not collectives(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
+    trained(strategy, 2)
+
+
+def test_an_injected_learning_rate_is_that_of_the_first_replica():
+    optimizer = optax.inject_hyperparams(optax.sgd)(0.1)
+    strategy = configured(2, every=2).build(spec_of(MODEL, optimizer=optimizer))
+    state = strategy.init(jax.random.key(0))
+    rate = LearningRate(optimizer, strategy.abstract_state.opt_state, of_replicas=True)
+    rate.read(state.opt_state)
+    assert rate.after(1) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_plan_counts_what_is_sent_at_meetings_with_its_share(fragments):
+    delay = fragments - 1  # beside steps, or after them
+    config = streaming(every=4, fragments=fragments, delay=delay, stem="ddp")
+    made = compile_row("diloco", config, spec_of(MODEL), topology("cpu:8"))
+    sent, (_, _, first), *_ = made.row, *made.strategy.programs
+    params = sum(p.nbytes for p in jax.tree.leaves(made.strategy.shardings.params))
+    assert first == 1 - delay * fragments / 4
+    met = 2 * params * (1 / 2) / 4  # a ring over two replicas, each fourth step
+    assert sent.wire_bytes["by_axis"]["data"] == pytest.approx(met, abs=50)
+    inside = 2 * params * 3 / 4
+    assert sent.min_wire_bytes == pytest.approx(inside + met)
+    assert sent.wire_ratio == pytest.approx(1, abs=0.02)
+
+
+def test_a_meeting_that_does_not_fit_is_told():
+    class Lowered:
+        def compile(self, options):
+            raise jax.errors.JaxRuntimeError("Used 25.00G of 15.75G hbm.")
+
+    row = Row("x", available_bytes=int(15.75 * 2**30), fits=True, needed_bytes=1)
+    assert compile_step(row, Lowered(), {}) is None
+    assert not row.fits and "does not fit" in row.problem
