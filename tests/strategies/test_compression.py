@@ -196,16 +196,14 @@ def test_planted_bugs_are_named(monkeypatch, name, bug, named):
 
 
 def test_error_feedback_that_a_restore_forgets_is_named(monkeypatch):
-    from research_dp.certification import certify as module
-
-    resize = module.Checkpoints.restore
+    resize = harness.Checkpoints.restore
 
     def restored(self, strategy):
         found = resize(self, strategy)
         state = found[0]
         return (state._replace(slots=jax.tree.map(jnp.zeros_like, state.slots)), *found[1:])
 
-    monkeypatch.setattr(module.Checkpoints, "restore", restored)
+    monkeypatch.setattr(harness.Checkpoints, "restore", restored)
     done = certificate("ddp_q8")
     failed = {check.name for check in done.checks if check.passed is False}
     assert "saved and restored" in failed
