@@ -1,8 +1,9 @@
-"""Draws the two pictures of README.md, one of held-out losses, and one of slow links.
+"""Draws the two pictures of README.md, those of losses, and one of slow links.
 
 python tools/pictures.py strategies   # docs/strategies.svg, from a plan of lm_1b on 8 H100s
 python tools/pictures.py loss runs/single runs/fsdp runs/zero1   # docs/loss.svg, from metrics.jsonl
 python tools/pictures.py held_out runs/AdamW runs/Muon   # docs/held_out_loss.svg, likewise
+python tools/pictures.py ranks runs/ddp runs/rank_1   # docs/power_sgd_ranks.svg, likewise
 python tools/pictures.py links   # docs/link_speed.svg, predicted steps of lm_1b on 8 hosts
 
 The runs are the quickstart with --gin_file=strategies/NAME.gin --gin.train.log_every=10.
@@ -152,6 +153,17 @@ def draw_held_out(runs: list[Path]) -> Path:
     return save_curves(figure, axes, "held_out_loss.svg")
 
 
+def draw_ranks(runs: list[Path]) -> Path:
+    """Draws the training loss of runs, the first of them exact, each with its folder's name."""
+    figure, axes = pyplot.subplots(figsize=(7, 3.2))
+    for number, run in enumerate(runs):
+        color: Any = pyplot.get_cmap("viridis")(0.15 + 0.75 * number / len(runs))
+        color, dashes = (color, "-") if number else (TEXT, ":")
+        axes.plot(*losses(run, "train"), label=run.name, color=color, ls=dashes)
+    axes.set(xlabel="step", ylabel="training loss, nats a byte")
+    return save_curves(figure, axes, "power_sgd_ranks.svg")
+
+
 def draw_links() -> Path:
     """Draws predicted times of a step over the speed of links between hosts, by strategy."""
     from research_dp.analysis.topologies import topology
@@ -205,15 +217,18 @@ def save(figure: Any, name: str) -> Path:
     return path
 
 
+RUNS = {"loss": draw_loss, "held_out": draw_held_out, "ranks": draw_ranks}
+
+
 def main() -> None:
     """Draws what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("picture", choices=["strategies", "loss", "held_out", "links"])
+    parser.add_argument("picture", choices=[*RUNS, "strategies", "links"])
     parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, for losses")
     flags = parser.parse_args()
     with pyplot.rc_context(STYLE):
-        draw = {"loss": draw_loss, "held_out": draw_held_out}.get(flags.picture)
         others = {"strategies": draw_strategies, "links": draw_links}
+        draw = RUNS.get(flags.picture)
         print(draw(flags.runs) if draw else others[flags.picture]())
 
 
