@@ -30,12 +30,14 @@ def accumulate(
 
     Those of replicas, (replicas, 2), are added up; one collective, where processes have parts.
     """
-    result, of_parts = dict(sums), dict[str, tuple[float, float]]()
-    for step in steps:
+    result, of_parts, steps = dict(sums), dict[str, tuple[float, float]](), list(steps)
+    # All arrays together: to read one after the other waits for each.
+    held = jax.device_get([{name: _held(x) for name, x in step.items()} for step in steps])
+    for step, own in zip(steps, held, strict=True):
         for name, x in step.items():
             into = result if x.ndim == 1 or x.is_fully_addressable else of_parts
-            before = into.get(name, (0.0, 0.0))
-            total, count = _own_sum(x).tolist()
+            before, rows = into.get(name, (0.0, 0.0)), [np.reshape(y, (-1, 2)) for y in own[name]]
+            total, count = np.sum([y.sum(0, dtype=np.float64) for y in rows], 0).tolist()
             into[name] = before[0] + total, before[1] + count
     for part in map(json.loads, texts_of_all(json.dumps(of_parts)) if of_parts else ()):
         for name, (total, count) in part.items():
@@ -44,12 +46,11 @@ def accumulate(
     return result
 
 
-def _own_sum(x: Any) -> np.ndarray:
-    """An array (2,), or the sum of its rows that this process has, each once; in float64."""
-    if x.ndim == 1:
-        return np.asarray(x, np.float64)
-    own = [np.asarray(s.data, np.float64) for s in x.addressable_shards if s.replica_id == 0]
-    return np.sum([part.sum(0) for part in own], 0) if own else np.zeros(2)
+def _held(x: Any) -> list[Any]:
+    """An array, or those of its rows that this process has, each once."""
+    if x.ndim == 1 or x.is_fully_addressable:
+        return [x]
+    return [s.data for s in x.addressable_shards if s.replica_id == 0] or [np.zeros((1, 2))]
 
 
 def means(sums: HostSums) -> dict[str, float]:

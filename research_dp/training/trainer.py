@@ -271,7 +271,8 @@ class Trainer:
             self._write_operative_config()
             self.run_facts.compiled()
         # A skipped step changes no state: the comparison waits for one that does.
-        if not self._compared and throughput.accumulate({}, [values])["grad_norm"][1]:
+        norm = {"grad_norm": values["grad_norm"]}
+        if not self._compared and throughput.accumulate({}, [norm])["grad_norm"][1]:
             self._compared = step
             self._compare_replicas(state, step)
             if accepted := self._replicas.accepted:
