@@ -15,6 +15,7 @@ import time
 import types
 
 import gin
+import numpy as np
 import pytest
 from tensorboard.compat.proto import event_pb2
 
@@ -524,7 +525,7 @@ def test_records_need_no_more_memory_as_they_become_many(tmp_path):
     written = metric_log(print)
     written.open(tmp_path, 0, evaluates_again=False)
     for number in range(30_000):
-        sums = throughput.accumulate({}, [{"loss": (float(number), 4.0)}])
+        sums = throughput.accumulate({}, [{"loss": np.array((float(number), 4.0))}])
         written.write("train", number, throughput.means(sums))
         written.tell(saved=False)
         if number == 3_000:
