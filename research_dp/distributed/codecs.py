@@ -44,6 +44,11 @@ class Codec:
     rounding: Rounding = "nearest"
     loses: ClassVar[bool] = True
 
+    @property
+    def name(self) -> str:
+        """As reports have it."""
+        return type(self).__name__.lower()
+
     def nbytes(self, elements: int) -> int:
         """Bytes of so many elements of a block."""
         raise NotImplementedError
@@ -83,7 +88,8 @@ class _Scaled(Codec):
         if most is None:
             most = jnp.max(jnp.abs(x), -1, keepdims=True)
         # A denormal scale would be flushed to 0. NaN and inf stay: then the block decodes to NaN.
-        scale = jnp.maximum(most / self.largest, _TINY)
+        # Multiplied: XLA makes some divisions by constants multiplications, and not all.
+        scale = jnp.maximum(most * np.float32(1 / self.largest), _TINY)
         coded = self._coded(x / scale, draws)
         return jnp.concatenate([coded, lax.bitcast_convert_type(scale, jnp.uint8)[..., 0, :]], -1)
 
@@ -256,19 +262,24 @@ class Sign(Codec):
 @checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopK(Codec):
-    """The largest elements of each block, in bfloat16, with their places; the others are 0.
+    """The largest elements of each block, with their places in 2 bytes each; the others are 0.
 
     To be used with error feedback (Stich et al., arXiv 1809.07599).
 
     Attributes:
         block: Number of elements of a block, at most 65,536.
-        kept: Number of elements of a block that are sent, in 4 bytes each.
+        kept: Number of elements of a block that are sent; of 2 bits a multiple of 4.
+        bits: 16: elements are sent in bfloat16; 2: signs, and of two magnitudes the nearer one,
+            which are means of a block's small and large ones (as SparseLoCo, arXiv 2508.15706).
     """
 
     block: Count = 1024
     kept: Count = 32
+    bits: Literal[2, 16] = 16
 
     def __post_init__(self) -> None:
+        if self.bits == 2 and self.kept % 4:
+            raise UsageError(f"top_k.kept = {self.kept} with bits = 2: give a multiple of 4.")
         if not self.kept <= self.block <= 2**16:
             raise UsageError(
                 f"top_k keeps {self.kept} of {self.block} elements: keep at most all of a block of "
@@ -276,26 +287,50 @@ class TopK(Codec):
             )
 
     def nbytes(self, elements: int) -> int:
-        return 4 * self.kept
+        return 4 * self.kept if self.bits == 16 else 2 * self.kept + self.kept // 4 + 4
 
     def encode(
         self, x: jax.Array, most: jax.Array | None = None, draws: jax.Array | None = None
     ) -> jax.Array:
         # NaN is the largest there is, so that it is sent.
         _, places = lax.top_k(jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)), self.kept)
-        values = jnp.take_along_axis(x, places, -1).astype(jnp.bfloat16)
-        parts = (values, places.astype(jnp.uint16))
-        return jnp.concatenate(
-            [lax.bitcast_convert_type(p, jnp.uint8).reshape(*x.shape[:-1], -1) for p in parts], -1
-        )
+        values = jnp.take_along_axis(x, places, -1)
+        parts = [_bytes_of(places.astype(jnp.uint16))]
+        if self.bits == 16:
+            return jnp.concatenate([*parts, _bytes_of(values.astype(jnp.bfloat16))], -1)
+        size = jnp.abs(values)
+        is_large = size > jnp.mean(size, -1, keepdims=True)  # nowhere in a block that has NaN
+        means = [
+            jnp.sum(jnp.where(own, size, 0), -1) / jnp.maximum(jnp.sum(own, -1), 1)
+            for own in (~is_large, is_large)
+        ]
+        bits = jnp.packbits(jnp.concatenate([values < 0, is_large], -1), -1)
+        parts += [bits, _bytes_of(jnp.stack(means, -1).astype(jnp.bfloat16))]
+        return jnp.concatenate(parts, -1)
 
     def decode(self, sent: jax.Array) -> jax.Array:
-        pairs = sent.reshape(*sent.shape[:-1], 2, self.kept, 2)
-        values = lax.bitcast_convert_type(pairs[..., 0, :, :], jnp.bfloat16)
-        places = lax.bitcast_convert_type(pairs[..., 1, :, :], jnp.uint16)
+        places, values = jnp.split(sent, [2 * self.kept], axis=-1)
+        if self.bits == 16:
+            elements = _of_bytes(values, jnp.bfloat16)
+        else:
+            bits, means = jnp.split(values, [self.kept // 4], axis=-1)
+            is_negative, is_large = jnp.split(jnp.unpackbits(bits, axis=-1), 2, axis=-1)
+            small, large = jnp.split(_of_bytes(means, jnp.bfloat16), 2, axis=-1)
+            elements = jnp.where(is_large > 0, large, small) * jnp.where(is_negative > 0, -1, 1)
         zeros = jnp.zeros((*sent.shape[:-1], self.block), jnp.float32)
+        at = _of_bytes(places, jnp.uint16).astype(jnp.int32)
         put = jnp.put_along_axis
-        return put(zeros, places.astype(jnp.int32), values.astype(jnp.float32), -1, inplace=False)
+        return put(zeros, at, elements.astype(jnp.float32), -1, inplace=False)
+
+
+def _bytes_of(x: jax.Array) -> jax.Array:
+    """(..., n) of two bytes each -> uint8 (..., 2n)."""
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
+
+
+def _of_bytes(x: jax.Array, dtype: Any) -> jax.Array:
+    """uint8 (..., 2n) -> (..., n) of a dtype of two bytes."""
+    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), dtype)
 
 
 int8, int4, fp8, sign, top_k = Int8, Int4, Fp8, Sign, TopK
@@ -387,7 +422,7 @@ class Compression:
             "gradients are averaged across groups in {}": self.across,
             "changes of parameters are gathered in {}": self.update,
         }
-        said = [text.format(_name(c)) for text, c in parts.items() if c and c.loses]
+        said = [text.format(c.name) for text, c in parts.items() if c and c.loses]
         feeds = ["what is lost is added to the next gradient"] if self.error_feedback else []
         return ", ".join(said + feeds) if said else None
 
@@ -424,10 +459,6 @@ class Encoding(NamedTuple):
         if self.losses is not None:
             self.losses.update((n, x.lost) for n, x in zip(numbers, encoded, strict=True))
         return [x.mean for x in encoded]
-
-
-def _name(codec: Codec) -> str:
-    return type(codec).__name__.lower()
 
 
 compression = Compression

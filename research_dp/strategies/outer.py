@@ -31,6 +31,8 @@ from research_dp.argument_types import (
     is_number,
 )
 from research_dp.distributed import buckets
+from research_dp.distributed.buckets import Encoded, is_encoded
+from research_dp.distributed.codecs import Codec
 from research_dp.distributed.collectives import Wire, cast_dtype
 from research_dp.distributed.mesh import BATCH_AXES, DATA_AXIS
 from research_dp.distributed.optimizer import map_state
@@ -45,6 +47,9 @@ from research_dp.types import PyTree
 BelowOne = Annotated[
     float, Limit(lambda x: is_number(x) and 0 <= x < 1, "a number from 0, below 1")
 ]
+
+
+Share = Annotated[float, Limit(lambda x: is_number(x) and 0 <= x <= 1, "a number from 0 to 1")]
 
 
 @gin.register("outer", module="strategies")
@@ -63,9 +68,12 @@ class Outer:
         fragments: Their number; they meet one after the other, evenly over a round.
         delay: Steps until a fragment is received; 0: replicas wait for it after a step.
         mixing: The share of a replica's own parameters in those that it goes on with.
+        codec: What encodes these differences, e.g. `@top_k()`; they are averaged as gradients are
+            by `compression.sync`. What a replica loses, it adds to its next difference.
+        error_decay: The share of what was lost that is added (SparseLoCo: 0.95, arXiv 2508.15706).
 
     Raises:
-        UsageError: A fragment would be sent before the last one is received.
+        UsageError: A fragment would be sent before the last one is received; or a codec draws.
     """
 
     @checked
@@ -77,7 +85,12 @@ class Outer:
         fragments: Count = 1,
         delay: CountOrZero = 0,
         mixing: BelowOne = 0.0,
+        codec: Codec | None = None,
+        error_decay: Share = 1.0,
     ):
+        if codec and (dtype or codec.rounding != "nearest"):
+            why = "with outer.dtype: bind one" if dtype else "draws: it has to round to the nearest"
+            raise binding_error("outer.codec", f" = @{codec.name}() {why}.")
         if max(delay, 1) > every // fragments:
             often = every / fragments
             problem = f"every = {every}: a fragment of {fragments} each {often:g} steps"
@@ -86,7 +99,9 @@ class Outer:
             )
         self.every, self.fragments, self.delay = every, fragments, delay
         self._optimizer, self._mixing, self._dtype = optimizer, mixing, dtype
+        self._codec, self._decay = codec, error_decay
         parts = f", in {fragments} fragments" if fragments > 1 else ""
+        parts += f", by differences in {codec.name}" if codec else ""
         self.algorithm = f"replicas train by themselves, and meet every {every} steps{parts}"
 
     def events(self, done: int) -> slots.Events:
@@ -101,8 +116,8 @@ class Outer:
             return slots.Events(meet=at(done))
         return slots.Events(at(done - 1), at(done - self.delay))
 
-    def init(self, anchor: PyTree, *, stored: PyTree) -> PyTree:
-        """States of the optimizer by fragment, and room for one that is under way."""
+    def init(self, anchor: PyTree, *, stored: PyTree, replicas: int) -> PyTree:
+        """States of the optimizer and what is lost by fragment; room for one that is under way."""
         parts = [self._part(anchor, stored, number) for number in range(self.fragments)]
         room: dict[str, jax.Array] = {}
         for path, x in (item for part in parts for item in part.items() if self.delay):
@@ -114,7 +129,14 @@ class Outer:
         # By its shape a checkpoint tells rounds apart: what is under way arrives in no others.
         rounds = jnp.zeros((1, self.fragments, *([self.delay, self.every] if self.delay else [])))
         sent = jax.tree.map(jnp.zeros_like, room)
-        return {"optimizer": optimizer, "sent": sent, "fragments_delay_every": rounds}
+        state = {"optimizer": optimizer, "sent": sent, "fragments_delay_every": rounds}
+        if not self._codec:
+            return state
+
+        def nothing(x: jax.Array) -> jax.Array:
+            return jnp.zeros((replicas, *x.shape), jnp.float32)
+
+        return state | {"lost": {str(i): jax.tree.map(nothing, x) for i, x in enumerate(parts)}}
 
     def send(
         self,
@@ -128,10 +150,19 @@ class Outer:
     ) -> PyTree:
         """New state: with the mean of what replicas have learnt of a fragment."""
         own, each = self._part(anchor, stored, number), self._part(replicas, stored, number, 1)
-        learnt = mean({path: own[path][None] - x for path, x in each.items()}, self._dtype)
+        each, new = {path: own[path][None] - x for path, x in each.items()}, dict(state)
+        if not self._codec:
+            learnt = mean(each, self._dtype)
+        else:
+            lost = state["lost"][str(number)]
+            each = {path: x + self._decay * lost[path] for path, x in each.items()}
+            encoded = mean(each, codec=self._codec)
+            learnt = {path: x.mean.astype(own[path].dtype) for path, x in encoded.items()}
+            lost = {path: x.lost for path, x in encoded.items()}
+            new["lost"] = {**state["lost"], str(number): lost}
         room = state["sent"]
         sent = {path: fitted(x, room.get(path, x).shape) for path, x in learnt.items()}
-        return {**state, "sent": {**room, **sent}}
+        return {**new, "sent": {**room, **sent}}
 
     def receive(
         self, anchor: PyTree, replicas: PyTree, state: PyTree, number: int, *, stored: PyTree
@@ -154,6 +185,8 @@ class Outer:
 
     def wire_bytes(self, shape: tuple[int, ...], dtype: Any) -> float:
         """Bytes that are all-reduced of an array of the shape that a device has."""
+        if self._codec:
+            return math.prod(shape) * self._codec.nbytes(self._codec.block) / self._codec.block
         return math.prod(shape) * jnp.dtype(cast_dtype(dtype, self._dtype)).itemsize
 
     def _of_others(self, stored: PyTree) -> dict[str, int]:
@@ -252,7 +285,7 @@ class Replicas:
         return self._joined(
             one,
             lambda x: jnp.broadcast_to(x[None], (count, *x.shape)),
-            self._outer.init(one.params, **self._options),
+            self._outer.init(one.params, **self._options, replicas=count),
         )
 
     def _abstract(self, one: TrainState) -> TrainState:
@@ -266,10 +299,14 @@ class Replicas:
 
         def as_param(x: Any, p: LeafSharding) -> Any:
             like = params[p.path]  # of a stack maybe some layers
-            is_like = x.ndim == like.ndim and x.shape[p.stacked :] == like.shape[p.stacked :]
-            return x.update(sharding=like.sharding if is_like else everywhere)
+            lead = x.shape[: x.ndim - like.ndim]  # of each replica
+            is_like = x.shape[len(lead) + p.stacked :] == like.shape[p.stacked :]
+            if not is_like or lead not in ((), (count,)):
+                return x.update(sharding=everywhere)
+            spec = PartitionSpec(*[DATA_AXIS] * len(lead), *like.sharding.spec)
+            return x.update(sharding=NamedSharding(self._mesh, spec))
 
-        init = functools.partial(self._outer.init, **self._options)
+        init = functools.partial(self._outer.init, **self._options, replicas=count)
         state = jax.eval_shape(init, one.params)
         on_all = functools.partial(jax.ShapeDtypeStruct.update, sharding=everywhere)
         state = map_state(as_param, state, self._step.shardings.params, on_all)
@@ -367,14 +404,20 @@ class Replicas:
         return state._replace(params=anchor, model_state=shared, slots={"outer": slot})
 
     def _mean_of_params(
-        self, tree: PyTree, dtype: Any = None, *, metrics: dict[str, jax.Array]
+        self,
+        tree: PyTree,
+        dtype: Any = None,
+        codec: Codec | None = None,
+        *,
+        metrics: dict[str, jax.Array],
     ) -> PyTree:
         """The mean over replicas of arrays by the paths of parameters; and what to report."""
         specs = {p.path: p.spec for p in jax.tree.leaves(self._step.shardings.params)}
         specs = {path: specs[path] for path in tree}
-        means = self._mean(tree, specs, dtype)
+        means = self._mean(tree, specs, dtype, codec)
         if not metrics:
-            learnt = optax.tree.norm(means, squared=True)
+            received = [x.mean for x in means.values()] if codec else means
+            learnt = optax.tree.norm(received, squared=True)
             each = optax.tree.norm(tree, squared=True) / self._mesh.shape[DATA_AXIS]
             for name, x in (("learnt", learnt), ("distance", jnp.maximum(each - learnt, 0))):
                 pair = jnp.stack([jnp.sqrt(x.astype(jnp.float32)), jnp.ones((), jnp.float32)])
@@ -394,16 +437,25 @@ class Replicas:
         state = tree.unflatten(old)
         return _whole(state, frozen), tree.unflatten(leaves)
 
-    def _mean(self, tree: PyTree, specs: PyTree, dtype: Any = None) -> PyTree:
-        """Arrays (replicas, ...), whose entries are sharded by `specs` -> their mean."""
-        wire = dataclasses.replace(self._wire, dtype=dtype)
+    def _mean(
+        self, tree: PyTree, specs: PyTree, dtype: Any = None, codec: Codec | None = None
+    ) -> PyTree:
+        """Arrays (replicas, ...), whose entries are sharded by `specs` -> their mean.
+
+        With a codec an `Encoded` of each, with what encoding loses of each replica's.
+        """
+        wire = dataclasses.replace(self._wire, dtype=dtype, codec=codec, feedback=bool(codec))
 
         def one(tree: PyTree) -> PyTree:
-            return buckets.mean_tree(jax.tree.map(lambda x: x[0], tree), (DATA_AXIS,), wire)
+            means = buckets.mean_tree(jax.tree.map(lambda x: x[0], tree), (DATA_AXIS,), wire)
+            if not codec:
+                return means
+            return jax.tree.map(lambda x: x._replace(lost=x.lost[None]), means, is_leaf=is_encoded)
 
         given = jax.tree.map(lambda spec: PartitionSpec(DATA_AXIS, *spec), specs)
+        out = jax.tree.map(Encoded, specs, given) if codec else specs
         on_mesh: Any = jax.shard_map(
-            one, mesh=self._mesh, in_specs=(given,), out_specs=specs, check_vma=False
+            one, mesh=self._mesh, in_specs=(given,), out_specs=out, check_vma=False
         )
         return on_mesh(tree)
 
@@ -411,7 +463,7 @@ class Replicas:
 def of_new_round(state: TrainState, like: TrainState) -> TrainState:
     """The state of other replicas, for as many as `like` has: a new round begins at the anchor.
 
-    States of optimizers are means over replicas; their integers, those of the first one.
+    States of optimizers, and what was lost, are means over replicas; integers those of the first.
     """
 
     def one(x: jax.Array, to: Any) -> jax.Array:
@@ -424,7 +476,12 @@ def of_new_round(state: TrainState, like: TrainState) -> TrainState:
         replicas = jax.tree.map(
             lambda x, to: jnp.broadcast_to(x[None], to.shape), anchor, slot_like["replicas"]
         )
-        slots = {"outer": {**slot, "replicas": replicas}}
+        kept = jax.tree.map(
+            lambda x, to: x if x.shape == to.shape else one(x, to),
+            slot["state"],
+            slot_like["state"],
+        )
+        slots = {"outer": {"replicas": replicas, "state": kept}}
         parts = (state.opt_state, state.loss_scale), (like.opt_state, like.loss_scale)
         opt_state, loss_scale = jax.tree.map(one, *parts)
         return state._replace(opt_state=opt_state, loss_scale=loss_scale, slots=slots)

@@ -49,6 +49,7 @@ import gin
 import jax
 
 from research_dp.distributed.boxed import unboxed, with_name
+from research_dp.distributed.codecs import Codec
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import path_name
 from research_dp.errors import binding_error, first_line
@@ -146,8 +147,13 @@ class Events(NamedTuple):
 class Mean(Protocol):
     """What communicates: the mean over replicas."""
 
-    def __call__(self, tree: Mapping[str, Any], dtype: Any = None) -> dict[str, Any]:
-        """Arrays (replicas, ...) by the paths of parameters -> (...), summed in `dtype`."""
+    def __call__(
+        self, tree: Mapping[str, Any], dtype: Any = None, codec: Codec | None = None
+    ) -> dict[str, Any]:
+        """Arrays (replicas, ...) by the paths of parameters -> (...), summed in `dtype`.
+
+        With a codec an `Encoded` of each: the mean, and (replicas, ...) what each has lost.
+        """
 
 
 @runtime_checkable
@@ -157,7 +163,8 @@ class OuterStep(Protocol):
     The anchor are the parameters at which replicas met last; evaluation and checkpoints take them.
     `replicas` have a leading dim, `stored` are the `LeafSharding`s of parameters, and nothing
     communicates over replicas but `mean`. One that averages other dtypes than parameters' has a
-    function `wire_bytes(shape, dtype)`: bytes all-reduced of an array that a device has.
+    function `wire_bytes(shape, dtype)`: bytes all-reduced of an array that a device has. One that
+    averages by a codec keeps what was lost as `state['lost'][str(number)]`, by path.
     """
 
     every: int  # In each so many steps the same happens once.
@@ -165,8 +172,11 @@ class OuterStep(Protocol):
     def events(self, done: int) -> Events:
         """What happens at step `done`, of which the first is 1."""
 
-    def init(self, anchor: PyTree, *, stored: PyTree) -> PyTree:
-        """Parameters -> state: arrays of a parameter's shape and path, or replicated ones."""
+    def init(self, anchor: PyTree, *, stored: PyTree, replicas: int) -> PyTree:
+        """Parameters -> state: arrays of a parameter's shape and path, or replicated ones.
+
+        Those of a parameter may have a leading dim, sharded over the replicas.
+        """
 
     def send(
         self,

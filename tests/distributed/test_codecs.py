@@ -29,6 +29,7 @@ ALL = {
     "sign": sign(),
     "scaled": sign(scaled=True),
     "top_k": top_k(),
+    "top_k_2_bits": top_k(bits=2),
     "own": FloatBytes(),
 }
 ROUND = {name: ALL[name] for name in ("int8", "int4", "fp8")}

@@ -459,7 +459,7 @@ def test_certify_names_a_fragment_that_is_never_sent(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["local_sgd", "diloco_streaming"])
+@pytest.mark.parametrize("name", ["local_sgd", "diloco_streaming", "sparseloco"])
 def test_shipped_strategies_are_certified(name):
     found = certify(bench_of(f"low_communication/{name}"), noise(), steps=2)
     assert found.is_right, str(found)
@@ -508,6 +508,85 @@ def test_a_fragment_under_way_belongs_to_its_rounds(tmp_path):
     rarer = configured(2, every=5).build(spec)
     restored, said = saved_and_restored(tmp_path / "rarer", plain, state, rarer)
     assert restored.step == 3 and not said
+
+
+def sparse(*bindings, count=2, **options):
+    """Replicas that send a few elements of what they learnt."""
+    bound = "outer.codec = @top_k()", "top_k.block = 64", "top_k.kept = 4", *bindings
+    spec = spec_of(MODEL, optimizer=optax.sgd(0.1))
+    return configured(count, *bound, every=2, **options).build(spec)
+
+
+@pytest.mark.parametrize(("decay", "stem"), [(1.0, "ddp"), (0.5, "fsdp")])
+def test_what_is_received_and_what_waits_is_what_replicas_learnt(decay, stem):
+    """In the meetings after steps 2 and 4; whatever an optimizer makes of it."""
+    strategy = sparse(f"outer.error_decay = {decay}", stem=stem)
+    dense = configured(2, every=2, stem=stem).build(strategy.spec)
+    steps = [trained(strategy, number)[0] for number in range(5)]
+    first = trained(dense, 2)[0]
+
+    def lost(state):
+        return jax.tree.leaves(state.slots["outer"]["state"]["lost"])
+
+    before, met, again = (steps[number] for number in (0, 2, 4))
+    total = sum(x.size for x in jax.tree.leaves(before.params))
+    changed = jax.tree.map(lambda x, y: (x != y).sum(), before.params, met.params)
+    moved = sum(jax.tree.leaves(changed))
+    assert 0 < moved < total / 4
+    paths = list(met.slots["outer"]["state"]["lost"]["0"])
+    for path, kept in zip(paths, lost(met), strict=True):
+        start, end, whole = (by_path(x.params)[path] for x in (before, met, first))
+        np.testing.assert_allclose(start - end + kept.mean(0), start - whole, atol=1e-6)
+    for path, old, new in zip(paths, lost(met), lost(again), strict=True):
+        each = by_path(steps[3].slots["outer"]["replicas"]["params"])[path]
+        assert (each[0] != each[1]).any()
+        assert not (old == new).all()
+    certified = Certificate("")
+    check_rounds(
+        certified, dataclasses.replace(bench_of("ddp"), config=strategy.config), noise(), silent
+    )
+    assert certified.is_right, str(certified)
+
+
+def test_what_waits_is_kept_by_other_replicas_on_average(tmp_path):
+    strategy, other = sparse(), sparse(count=4)
+    state, _ = trained(strategy, 3)
+    restored, said = saved_and_restored(tmp_path / "a", strategy, state, other)
+    assert said == ["The run had another number of replicas: a new round begins"]
+    found = other.logical(harness.to_host(restored))
+    lost = [x.slots["outer"]["state"]["lost"] for x in (state, found)]
+    for old, new in zip(*map(jax.tree.leaves, lost), strict=True):
+        assert old.any() and len(new) == 4
+        np.testing.assert_allclose(new, np.stack([old.mean(0)] * 4), atol=1e-7)
+    same, _ = saved_and_restored(tmp_path / "b", strategy, state, strategy)
+    jax.tree.map(np.testing.assert_array_equal, strategy.logical(harness.to_host(same)), state)
+
+
+def loses_what_waits(outer, *given, **options):
+    state = SEND(outer, *given, **options)
+    return {**state, "lost": jax.tree.map(jnp.zeros_like, state["lost"])}
+
+
+def test_certify_finds_that_what_encoding_loses_is_not_kept(monkeypatch):
+    monkeypatch.setattr(Outer, "send", loses_what_waits)
+    found = Certificate("")
+    check_rounds(found, bench_of("low_communication/sparseloco"), noise(), silent)
+    assert not found.is_right
+    assert "replicas meet otherwise" in found.cause, str(found)
+
+
+def test_encoded_differences_send_their_bytes():
+    made = compile_row("sparse", sparse(stem="ddp").config, spec_of(MODEL), topology("cpu:8"))
+    params = sum(p.size for p in jax.tree.leaves(made.strategy.logical_state.params))
+    sent = 2 * params * (16 / 64) / 2 / 2  # bytes of a block, a ring over two, each second step
+    assert made.row.wire_bytes["by_axis"]["data"] == pytest.approx(sent, rel=0.1, abs=100)
+
+
+def test_a_codec_of_differences_draws_nothing_and_has_no_dtype():
+    with pytest.raises(UsageError, match=r"outer.codec = @int8\(\) draws"):
+        configured(2, "outer.codec = @int8()", "int8.rounding = 'stochastic'")
+    with pytest.raises(UsageError, match=r"outer.codec = @int8\(\) with outer.dtype"):
+        configured(2, "outer.codec = @int8()", "outer.dtype = 'bfloat16'")
 
 
 def test_more_fragments_than_parameters_are_refused():
