@@ -5,7 +5,7 @@ from .commands.compare import compare
 from .commands.dry_run import DryRun, dry_run
 from .commands.evaluate import evaluate
 from .commands.plan import plan
-from .commands.saved_run import LoadedModel, export, load
+from .commands.saved_run import LoadedModel, export, load, load_hf
 from .commands.strategy import strategy
 from .commands.train import run
 from .compat.artifex import (
@@ -104,7 +104,7 @@ __all__ = [
     "from_arrays", "from_linen", "from_nnx", "from_source", "fsdp_apply_gradients",
     "fsdp_update", "gather_array_with_mean_grads", "gather_examples", "gather_params",
     "gather_tree", "global_mean", "global_norm", "infer_sharding", "init_sharded",
-    "largest_dim", "linen_functions", "load", "make_mesh", "mapped", "metric_means",
+    "largest_dim", "linen_functions", "load", "load_hf", "make_mesh", "mapped", "metric_means",
     "nnx_functions", "on_matrices", "one_device_mesh", "pad_to_multiple",
     "place_batch_on_shards", "place_model_state_on_shards", "place_nnx_state_on_shards", "plan",
     "reduce_gradient_tree", "reduce_gradients_across_devices", "run", "scatter_gradients",

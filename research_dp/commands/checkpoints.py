@@ -22,6 +22,7 @@ def command(
     *,
     verify: bool = False,
     export: str | None = None,
+    hf: bool = False,
     step: CountOrZero | None = None,
 ) -> int:
     """Lists checkpoints, a line each, or exports one.
@@ -30,18 +31,21 @@ def command(
         workdir: Folder of a run.
         verify: Read all arrays.
         export: Write parameters to FILE.safetensors, or to a new folder that Orbax reads.
+        hf: The folder to export to has Hugging Face's layout.
         step: Of the checkpoint to export; None: the newest.
 
     Returns:
         The exit status: 1 if one that is verified is damaged.
     """
-    if export is None and step is not None:
-        raise UsageError("--step is of the checkpoint to export: add --export=FILE")
+    if export is None and (hf or step is not None):
+        given = "--hf" if hf else "--step"
+        raise UsageError(f"{given} is of the checkpoint to export: add --export=FILE")
     if export is not None and verify:
         raise UsageError("--export verifies the checkpoint that it reads: leave out --verify")
     jax.config.update("jax_platforms", "cpu")  # a run may be using the accelerators
     if export is not None:
-        done = saved_run.write_export(Path(workdir).expanduser(), Path(export).expanduser(), step)
+        folder, to = Path(workdir).expanduser(), Path(export).expanduser()
+        done = saved_run.write_export(folder, to, step, hf=hf)
         print(f"Exported step {done}: {export}")
         return 0
     folder = Path(workdir).expanduser() / files.CHECKPOINTS

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import CountOrZero
@@ -19,9 +22,13 @@ from research_dp.commands.configured import usage_error
 from research_dp.config import gin_internals
 from research_dp.distributed.sharding import as_stored, by_path, fitted, is_key, key_data
 from research_dp.errors import UsageError, printable
+from research_dp.models.transformer import transformer
+from research_dp.runs import published, tensor_files
 from research_dp.runs.checkpoint import SavedState, read_saved
+from research_dp.runs.manifest import Damaged
 from research_dp.strategies import Strategy
 from research_dp.strategies.frozen import with_frozen
+from research_dp.training.initial import HfCheckpoint
 from research_dp.types import PyTree, TrainableModel
 
 SAFETENSORS = ".safetensors"
@@ -91,6 +98,45 @@ def load(
     return LoadedModel(model, params, model_state, saved.step)
 
 
+@checked
+def load_hf(
+    folder: str | os.PathLike[str], *, strategy: Strategy | None = None, **options: Any
+) -> LoadedModel:
+    """The model and the parameters of a folder in Hugging Face's layout.
+
+    Example: `model, params = load_hf("gpt2"); logits = model.apply(params, tokens)`.
+
+    Args:
+        folder: With `config.json`, of a family in docs/fine_tune.md, and `model.safetensors` or its
+            index.
+        strategy: A built strategy of the same model, whose shardings the parameters get. None: they
+            are unsharded, on the default device.
+        **options: Of `transformer`, e.g. `dtype="bfloat16"`, besides those of `config.json`.
+
+    Returns:
+        It unpacks into the model and the parameters, which are float32.
+
+    Raises:
+        UsageError: The folder cannot be read, or is of another model than the decoder here.
+    """
+    path = Path(folder).expanduser()
+    jax_setup.set_up_devices(None)
+    try:
+        found = published.options_of(published.read_config(path))
+        model = transformer(**{**found, **options})
+        if strategy is None:
+            whole = {
+                name: x[tuple(slice(0, n) for n in x.shape)]
+                for name, x in published.read(path).items()
+            }
+            arrays = {k: jnp.asarray(x, jnp.float32) for k, x in whole.items()}
+        else:
+            arrays = HfCheckpoint(str(path)).arrays(strategy, lambda text: None)
+    except (Damaged, OSError) as error:
+        raise UsageError(f"load_hf: {path} cannot be read: {error}.") from error
+    return LoadedModel(model, unflatten_dict(arrays, sep="/"), {}, 0)
+
+
 def _with_state(apply: Callable[..., Any], saved: PyTree) -> Callable[..., Any]:
     """`TrainableModel.apply` with the saved model state in place of none."""
 
@@ -106,6 +152,8 @@ def export(
     workdir: str | os.PathLike[str],
     to: str | os.PathLike[str],
     step: CountOrZero | None = None,
+    *,
+    hf: bool = False,
 ) -> int:
     """Writes the parameters of a run for other programs; returns the step that was exported.
 
@@ -117,16 +165,20 @@ def export(
         workdir: Folder of a run, which may be going on.
         to: File or folder to write, which must not exist.
         step: Of the checkpoint; None: the newest.
+        hf: Whether `to` is a new folder in Hugging Face's layout, which transformers reads: of a
+            `transformer` that a family there has, or of a model with `hf_checkpoint.table`.
 
     Raises:
         UsageError: There is no checkpoint, it is damaged, or `to` exists or cannot be written.
     """
     with configured.session():
-        return write_export(Path(workdir).expanduser(), Path(to).expanduser(), step)
+        return write_export(Path(workdir).expanduser(), Path(to).expanduser(), step, hf=hf)
 
 
-def write_export(workdir: Path, to: Path, step: int | None) -> int:
+def write_export(workdir: Path, to: Path, step: int | None, *, hf: bool = False) -> int:
     """`export` as a command calls it."""
+    if hf:
+        return _write_hf(workdir, to, step)
     if to.exists():
         raise UsageError(f"--export={to} exists: give a new name.")
     jax_setup.set_up_devices(None)
@@ -149,6 +201,39 @@ def write_export(workdir: Path, to: Path, step: int | None) -> int:
 
         with usage_error(f"--export={to} cannot be written"), ocp.StandardCheckpointer() as saver:
             saver.save(to.absolute(), as_stored(tree))
+    return saved.step
+
+
+def _write_hf(workdir: Path, to: Path, step: int | None) -> int:
+    """Writes tensors in the dtype of the folder that the run began with, or in float32."""
+    if to.exists():
+        raise UsageError(f"--export={to} exists: give a new name.")
+    with configured.session() as run:
+        run.load(complete=False, saved=workdir)
+        jax_setup.set_up_devices(None)
+        saved = read_saved(workdir, step)
+        model = gin_internals.frozen("train.model")
+        initial = gin_internals.frozen("train.initial")
+    begun = initial if isinstance(initial, HfCheckpoint) else None
+    rows, config = begun.rows if begun else None, begun.config() if begun else None
+    if rows is None:
+        options = model.config.get("transformer")
+        if options is None:
+            raise UsageError(
+                "--hf: the run's model is no transformer, and its train.initial no hf_checkpoint "
+                "with a table of tensors."
+            )
+        kind = published.family_of(options)
+        rows = published.FAMILIES[kind].rows(published.complete(options))
+        config = config or published.config_of(kind, options)
+    dtype = jnp.dtype((config or {}).get("dtype") or (config or {}).get("torch_dtype") or "float32")
+    params = {path: np.asarray(x).astype(dtype) for path, x in by_path(saved.params).items()}
+    with usage_error(f"--export={to} cannot be written"):
+        to.mkdir(parents=True)
+        # As transformers wants it of files that it did not write itself.
+        tensor_files.write(to, tensor_files.separated(rows, params), {"format": "pt"})
+        if config:
+            (to / published.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     return saved.step
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,9 +13,10 @@ import numpy as np
 
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.mesh import examples_on_device, note, target_memory, target_platform
-from research_dp.distributed.sharding import PART, STACK, TABLE
+from research_dp.distributed.sharding import PART, STACK, TABLE, by_path
 from research_dp.distributed.units import Units
-from research_dp.models.layers import fold_in_each
+from research_dp.errors import binding_error
+from research_dp.models.layers import SequenceNorm, fold_in_each, unit_rms
 from research_dp.types import Batch, Functions, LossOutput, PyTree, TrainableModel, Work
 
 _LOGITS = 2**23  # that a chunk of the vocabulary has, unless chunks were then more than these
@@ -44,11 +44,21 @@ class LanguageModel:
     remat: str
     unroll: int | None
     logits_at_once: int | None
+    attended: int  # features of all heads
+    norm: SequenceNorm
+    norm_epsilon: float
+    embedding_scale: float
+    max_positions: int | None
+    windows: tuple[int, int] | None  # (tokens, each of how many blocks)
+    logit_cap: float | None
+    form: Mapping[str, Any]  # options of `transformer`, for configurations of other programs
 
     def trainable(self) -> TrainableModel:
         head = {} if self.tied else {"head": TABLE}
-        units = {"embed": TABLE, "blocks": STACK, "norm": PART, **head}
-        facts, bounds = {"vocab_size": self.vocab_size}, {"tokens": "vocab_size"}
+        learned = {"positions": TABLE} if self.max_positions else {}
+        units = {"embed": TABLE, **learned, "blocks": STACK, "norm": PART, **head}
+        facts = {"vocab_size": self.vocab_size, "transformer": self.form}
+        bounds = {"tokens": "vocab_size"}
         functions = self.init, self.loss
         return TrainableModel(
             *functions, facts, units, self.work, bounds, self.apply, counted=_counted
@@ -58,28 +68,42 @@ class LanguageModel:
         """Parameters, with the same bits for Linen and NNX blocks; no model state."""
         assert batch["tokens"].ndim == 2  # no parameter depends on their number
         embed_key, block_key, head_key = jax.random.split(key, 3)
-        leaves, treedef = jax.tree.flatten(self._block_shapes())
+        shapes = self._block_shapes()
+        leaves, treedef = jax.tree.flatten(shapes)
+        names = [path.rpartition("/")[2] for path in by_path(shapes)]
         block_keys = jax.random.split(block_key, self.depth)
         table, scale = (self.vocab_size, self.width), self.width**-0.5
 
         def init_block(key: jax.Array) -> PyTree:
-            """Normal matrices of variance 1 / fan_in, and vectors of ones."""
+            """Normal matrices of variance 1 / fan_in, and norms and biases that do nothing."""
             params = [
                 jax.random.normal(k, x.shape, x.dtype) * x.shape[0] ** -0.5
                 if x.ndim > 1
-                else jnp.ones(x.shape, x.dtype)
-                for k, x in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
+                else self._vector(name, x.shape).astype(x.dtype)
+                for k, x, name in zip(
+                    jax.random.split(key, len(leaves)), leaves, names, strict=True
+                )
             ]
             return jax.tree.unflatten(treedef, params)
 
         params = {
             "embed": {"table": scale * jax.random.normal(embed_key, table)},
             "blocks": jax.vmap(init_block)(block_keys),
-            "norm": {"scale": jnp.ones((self.width,))},
+            "norm": {"scale": self._vector("scale", (self.width,))},
         }
+        if self.norm == "layer":
+            params["norm"]["bias"] = self._vector("bias", (self.width,))
+        if self.max_positions:
+            key, learned = jax.random.fold_in(embed_key, 1), (self.max_positions, self.width)
+            params["positions"] = {"table": scale * jax.random.normal(key, learned)}
         if not self.tied:
             params["head"] = {"table": scale * jax.random.normal(head_key, table)}
         return params, {}
+
+    def _vector(self, name: str, shape: tuple[int, ...]) -> jax.Array:
+        """Of a norm or a bias, such that it does nothing."""
+        is_one = name == "scale" and self.norm != "rms_plus_1"
+        return jnp.ones(shape) if is_one else jnp.zeros(shape)
 
     def loss(
         self,
@@ -103,7 +127,7 @@ class LanguageModel:
         head = "embed" if self.tied else "head"
         scan_rows = functools.partial(units.scan_rows, name=head, params=params)
         chunks = self._chunks(examples_on_device(tokens.size))
-        losses = _cross_entropy(x, scan_rows, targets, self.vocab_size, chunks)
+        losses = _cross_entropy(x, scan_rows, targets, self.vocab_size, chunks, self.logit_cap)
         weight = jnp.broadcast_to(weights, tokens.shape).reshape(-1)
         if is_weighted:
             losses = jnp.where(weight == 0, 0.0, losses)
@@ -130,7 +154,8 @@ class LanguageModel:
         tokens = jnp.asarray(tokens["tokens"] if isinstance(tokens, Mapping) else tokens)
         x = self._hidden(params, {"tokens": tokens}, None, Units(), train=False, batch_axes=())
         rows = params["embed" if self.tied else "head"]["table"].astype(x.dtype)
-        return _logits(x.reshape(tokens.size, -1), rows).reshape(*tokens.shape, -1)
+        logits = capped(_logits(x.reshape(tokens.size, -1), rows), self.logit_cap)
+        return logits.reshape(*tokens.shape, -1)
 
     def _hidden(
         self,
@@ -151,10 +176,20 @@ class LanguageModel:
         def block(block_params: PyTree, x: jax.Array, index: jax.Array) -> jax.Array:
             block_keys = None if keys is None else fold_in_each(keys, index)
             options = {"train": train, "keys": block_keys, "batch_axes": batch_axes}
-            return self.block.apply(block_params, {}, {"x": x, **inputs}, **options)[0]
+            given = {"x": x, **inputs}
+            if self.windows:
+                window, each = self.windows
+                given["window"] = jnp.where(index % each == 0, window, tokens.shape[1])
+            return self.block.apply(block_params, {}, given, **options)[0]
 
-        # Scaled to unit variance; the rows themselves have the scale of a head, for tying.
-        x = units.look_up("embed", params, tokens, self.dtype) * math.sqrt(self.width)
+        x = units.look_up("embed", params, tokens, self.dtype)
+        if self.embedding_scale != 1:  # to unit variance; for tying, rows have that of a head
+            x = x * self.embedding_scale
+        if self.max_positions:
+            if tokens.shape[1] > self.max_positions:
+                problem = f" = {self.max_positions}, and a sequence has {tokens.shape[1]} tokens."
+                raise binding_error("transformer.max_positions", problem)
+            x = x + units.look_up("positions", params, inputs["positions"], self.dtype)
         indices = jnp.arange(self.depth)
         unroll = self.unroll
         if unroll is None:
@@ -163,7 +198,16 @@ class LanguageModel:
             unroll = self.depth if keeps and is_short else 1
             note("transformer.unroll", f"{unroll}")
         x = units.scan(block, "blocks", params, x, each=indices, remat=self.remat, unroll=unroll)
-        return units.run(_final_norm, ("norm",), params, x, remat="full")
+        return units.run(self._final_norm, ("norm",), params, x, remat="full")
+
+    def _final_norm(self, params: PyTree, x: jax.Array) -> jax.Array:
+        """The norm over the last dim, computed in float32."""
+        wide, norm = x.astype(jnp.float32), params["norm"]
+        if self.norm == "layer":
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        scale = norm["scale"] + 1 if self.norm == "rms_plus_1" else norm["scale"]
+        y = unit_rms(wide, self.norm_epsilon) * scale[None, None]
+        return (y + norm["bias"][None, None] if self.norm == "layer" else y).astype(x.dtype)
 
     def work(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> Work:
         """Tokens and model FLOPs of a training example."""
@@ -172,7 +216,7 @@ class LanguageModel:
         # A matmul takes 2 FLOPs a weight forward and 4 backward. Attention scores and values take
         # as many for each pair of positions; masked pairs are counted.
         per_token = 6 * (self.depth * matrices + self.vocab_size * self.width)
-        per_token += 12 * self.depth * self.width * length
+        per_token += 12 * self.depth * self.attended * length
         return Work(length, float(per_token * length), self.dtype)
 
     def _block_shapes(self) -> PyTree:
@@ -217,15 +261,18 @@ def _counted(batch: Batch, name: str) -> Any:
     return xp.concatenate([later[:, :1], later[:, :-1]], axis=1)
 
 
-def _final_norm(params: PyTree, x: jax.Array) -> jax.Array:
-    """RMSNorm over the last dim, computed in float32."""
-    wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
-    return (wide * inverse * params["norm"]["scale"][None, None]).astype(x.dtype)
+def capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """Below `cap` in magnitude, smoothly; None: as they are."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def _cross_entropy(
-    x: jax.Array, scan_rows: Callable[..., Any], targets: jax.Array, vocab_size: int, chunks: int
+    x: jax.Array,
+    scan_rows: Callable[..., Any],
+    targets: jax.Array,
+    vocab_size: int,
+    chunks: int,
+    cap: float | None,
 ) -> jax.Array:
     """Cross-entropy of each token, with the logits of one chunk of the vocabulary at a time.
 
@@ -238,7 +285,7 @@ def _cross_entropy(
 
     def add_chunk(rows: jax.Array, carry: Any, index: jax.Array) -> Any:
         maximum, total, target_logit = carry
-        logits = _logits(wide.astype(dtype), rows.astype(dtype))
+        logits = capped(_logits(wide.astype(dtype), rows.astype(dtype)), cap)
         first = index * rows.shape[0]
         if vocab_size % chunks:
             is_row = first + jnp.arange(rows.shape[0]) < vocab_size

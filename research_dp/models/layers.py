@@ -26,6 +26,7 @@ from research_dp.types import Functions
 
 Api = Literal["linen", "nnx"]
 Norm = Literal["batch", "group", "none"]
+SequenceNorm = Literal["rms", "rms_plus_1", "layer"]
 Network = Callable[["Layers", Any], jax.Array]
 _GROUPS = 8
 
@@ -62,8 +63,16 @@ class Layers:
         window = (size, size), (stride, stride)
         return self.layer(name, nn.Conv, nnx.Conv, features, *window, use_bias=use_bias)
 
-    def rms_norm(self, name: str) -> Callable:
-        return self.layer(name, nn.RMSNorm, nnx.RMSNorm)
+    def sequence_norm(self, name: str, norm: SequenceNorm, epsilon: float) -> Callable:
+        """A norm of each token's features."""
+        if norm == "layer":
+            options = {"epsilon": epsilon, "use_fast_variance": False}
+            return self.layer(name, nn.LayerNorm, nnx.LayerNorm, **options)
+        scaled = self.layer(name, nn.RMSNorm, nnx.RMSNorm, epsilon=epsilon)
+        if norm == "rms":
+            return scaled
+        # The library's norm has no other scale than its parameter.
+        return lambda x: scaled(x) + unit_rms(x.astype(jnp.float32), epsilon).astype(x.dtype)
 
     def norm(self, name: str, norm: Norm) -> Callable:
         """BatchNorm over the global micro-batch, GroupNorm, or the identity."""
@@ -94,6 +103,11 @@ class Layers:
             return getattr(self.module, name)(x, **call_options)
 
         return call
+
+
+def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
+    """Scales the last dim to a root mean square of 1."""
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
 
 
 def _norm(norm: Norm, layers: Layers, x: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +17,11 @@ import numpy as np
 from research_dp.argument_checks import checked
 from research_dp.distributed.sharding import by_path, fitted, path_name
 from research_dp.errors import UsageError, binding_error, check_patterns, printable, some_of
-from research_dp.runs import checkpoint, files
+from research_dp.runs import checkpoint, files, published
 from research_dp.runs import checkpoint_files as on_disk
 from research_dp.runs.checksum import tree_checksums
 from research_dp.runs.manifest import Damaged
+from research_dp.runs.tensor_files import Joined, Row, Tensor, tensors_of
 from research_dp.strategies import Strategy
 from research_dp.strategies.frozen import MODEL_STATE, matched, named_variables, plain_name
 
@@ -54,8 +56,23 @@ class InitialParams:
     ):
         self._path = Path(files.absolute(path or "''"))  # the current folder is not meant
         self._rename, self._skip = rename or {}, skip
-        check_patterns("initial_params.rename", self._rename, self._rename)
-        check_patterns("initial_params.skip", skip)
+        check_patterns(f"{self._name}.rename", self._rename, self._rename)
+        check_patterns(f"{self._name}.skip", skip)
+
+    _name, _where = "initial_params", "initial_params.path"
+    _wanted = "the workdir of a run, a .safetensors file, or a folder of arrays that Orbax wrote"
+    _advice = ", or .rename change names"
+
+    def _opened(self, strategy: Strategy) -> Source:
+        """What there is. Raises Damaged, or OSError."""
+        path = self._path
+        if not path.exists():
+            raise Damaged("there is no such file or folder")
+        if path.is_file():
+            return _of_tensors(tensors_of(path))
+        if (path / published.CONFIG).is_file():
+            raise Damaged("it has Hugging Face's layout, for train.initial = @hf_checkpoint()")
+        return _orbax(checkpoint.newest(path) if (path / files.CHECKPOINTS).is_dir() else path)
 
     def arrays(self, strategy: Strategy, say: Callable[[str], None]) -> dict[str, jax.Array]:
         """The arrays that `strategy.init` takes, on its shardings; every process calls it.
@@ -69,7 +86,7 @@ class InitialParams:
             for state in (strategy.logical_state, strategy.abstract_state)
         )
         try:
-            shapes, read = checkpoint.in_all_processes(lambda: _opened(self._path))
+            shapes, read = checkpoint.in_all_processes(lambda: self._opened(strategy))
             taken = self._taken({name: tuple(shape) for name, shape in shapes.items()}, here)
             wanted = {}
             for name, there in taken.items():  # in files what is stored in parts is whole
@@ -79,9 +96,8 @@ class InitialParams:
                 arrays = checkpoint.in_all_processes(lambda: read(wanted))
         except Damaged as error:
             raise UsageError(
-                f"initial_params.path = {path} cannot be read: {error}. Give the workdir of a run, "
-                "a .safetensors file, or a folder of arrays that Orbax wrote.",
-                binding="initial_params.path",
+                f"{self._where} = {path} cannot be read: {error}. Give {self._wanted}.",
+                binding=self._where,
             ) from error
         unused = sorted(shapes.keys() - taken.values())
         more = f"; nobody takes {some_of(unused, 5)}" if unused else ""
@@ -90,15 +106,15 @@ class InitialParams:
         counts = {k: n for k, n in jax.device_get(count(found)).items() if n}
         if lost := [f"{n} of {here[k].size} in {k} ({found[k].dtype})" for k, n in counts.items()]:
             problem = f" = {path} has NaN, infinite values, or what the model's dtypes lose: "
-            advice = ". Mend them, or let initial_params.skip match them."
-            raise binding_error("initial_params.path", problem + some_of(lost, 5) + advice)
+            advice = f". Mend them, or let {self._name}.skip match them."
+            raise binding_error(self._where, problem + some_of(lost, 5) + advice)
         say(f"Initial parameters: {len(taken)} arrays of {path}{more}")
         return found
 
     def _taken(self, shapes: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, str]:
         """Name in the model -> name in the source; UsageError has all that does not fit."""
         found: dict[str, str] = {}
-        skipped = matched(list(here), self._skip, "initial_params.skip")
+        skipped = matched(list(here), self._skip, f"{self._name}.skip")
         for there in shapes:
             name = plain_name(there.removeprefix("params/"))
             for pattern, replacement in self._rename.items():
@@ -121,10 +137,10 @@ class InitialParams:
                 taken[name] = found[name]
         if problems:
             raise UsageError(
-                f"initial_params.path = {files.shown(self._path)} does not fit the model: "
-                f"{some_of(problems, 5)}.\n  Let initial_params.skip match what begins anew, or "
-                f".rename change names. It has {some_of(sorted(found), 5)}.",
-                binding="initial_params.path",
+                f"{self._where} = {files.shown(self._path)} does not fit the model: "
+                f"{some_of(problems, 5)}.\n  Let {self._name}.skip match what begins anew"
+                f"{self._advice}. It has {some_of(sorted(found), 5)}.",
+                binding=self._where,
             )
         return taken
 
@@ -138,35 +154,61 @@ def _lost(x: jax.Array, dtype: Any) -> Any:
     return jnp.sum(is_lost)
 
 
-def _opened(path: Path) -> Source:
-    """What there is at a path. Raises Damaged, or OSError."""
-    if not path.exists():
-        raise Damaged("there is no such file or folder")
-    if path.is_file():
-        return _safetensors(path)
-    return _orbax(checkpoint.newest(path) if (path / files.CHECKPOINTS).is_dir() else path)
+@gin.register("hf_checkpoint", module="initial")
+@checked
+class HfCheckpoint(InitialParams):
+    """A run's first parameters, of a folder in Hugging Face's layout: `train.initial`.
+
+    Each device reads its own parts of the tensors, in their dtype, and casts them to the model's.
+
+    Args:
+        folder: With `config.json`, and `model.safetensors` or its index.
+        table: Rows (path here, name of the tensor or names of several, whether it is transposed),
+            for a model of your own (docs/fine_tune.md); None: those of the family that
+            `config.json` names, and `train.model` is a `transformer` with its options.
+        skip: As in `initial_params`.
+    """
+
+    _name, _where = "hf_checkpoint", "hf_checkpoint.folder"
+    _wanted = "a folder with config.json and model.safetensors or its index"
+    _advice = ""
+
+    def __init__(
+        self,
+        folder: str = gin.REQUIRED,
+        table: Sequence[Sequence[Any]] | None = None,
+        skip: Sequence[str] = (),
+    ):
+        super().__init__(folder, skip=skip)
+        self.rows = None if table is None else [Row(*row) for row in table]
+
+    def config(self) -> dict[str, Any] | None:
+        """The folder's configuration; None: it is not there any more, or has none."""
+        path = self._path / published.CONFIG
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    def _opened(self, strategy: Strategy) -> Source:
+        if not self._path.is_dir():
+            raise Damaged("there is no such folder")
+        if self.rows is None:
+            found = published.options_of(published.read_config(self._path))
+            own = strategy.spec.model.config.get("transformer")
+            if own is None:
+                raise Damaged(f"train.model is no transformer: {self._name}.table has to be given")
+            if apart := published.differences(found, own):
+                raise Damaged(f"it is another model than train.model: {some_of(apart, 5)}")
+        return _of_tensors(published.read(self._path, self.rows))
 
 
-def _safetensors(path: Path) -> Source:
-    """A file of which each device's part of an array is read by itself."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        file = safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise Damaged(printable(str(error))) from error
-    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    shapes = {name: tuple(x.get_shape()) for name, x in slices.items()}
+def _of_tensors(tensors: Mapping[str, Tensor | Joined]) -> Source:
+    """Tensors of which each device's part is read by itself."""
+    shapes = {name: x.shape for name, x in tensors.items()}
 
     def read(wanted: Wanted) -> dict[str, jax.Array]:
         arrays: dict[str, jax.Array] = {}
         for k, x in wanted.items():
-            part = functools.partial(_part, slices[k], shapes[k], x.shape)
-            try:
-                arrays[k] = jax.make_array_from_callback(x.shape, x.sharding, part)
-            except (AttributeError, TypeError) as error:  # NumPy has no such dtype
-                problem = f"{printable(k)} is {slices[k].get_dtype()}, which NumPy lacks"
-                raise Damaged(problem) from error
+            part = functools.partial(_part, tensors[k], shapes[k], x.shape)
+            arrays[k] = jax.make_array_from_callback(x.shape, x.sharding, part)
         return arrays
 
     return shapes, read

@@ -411,12 +411,13 @@ CALLS = {
     },
     "eval_metrics": {**OF_A_LOOP, "state": (LOOP.init(0), "one of its class")},
     "evaluate": {**OF_AN_EVALUATION, **OF_A_WORKDIR},
-    "export": {**OF_A_WORKDIR, "to": ("unused", "anything")},
+    "export": {**OF_A_WORKDIR, "to": ("unused", "anything"), "hf": (False, "a flag")},
     "load": {
         **OF_A_WORKDIR,
         "strategy": (None, "one of its class?"),
         "imports": ((), "texts"),
     },
+    "load_hf": {"folder": ("unused", "anything"), "strategy": (None, "one of its class?")},
     "metric_means": {"steps": ({"loss": np.ones(2, np.float32)}, "metrics")},
     "plan": {
         **OF_A_RUN,

@@ -1,0 +1,269 @@
+"""Published weights: logits and gradients of transformers, folders there and back, mistakes."""
+
+import json
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import research_dp
+from research_dp import UsageError
+from research_dp.distributed.sharding import by_path
+from research_dp.models.transformer import transformer
+from research_dp.runs import published, tensor_files
+from tests.support import decoder
+from tests.support import published_models as models
+from tests.support.marks import exhaustive
+from tests.support.repository import ROOT
+
+NAMES = list(models.CONFIGS)
+
+
+def folder_of(name, path, files=1):
+    """A folder of a case, in one file or in several."""
+    weights, path = models.recorded(name)[0], path / name
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(models.config(name)))
+    if files == 1:
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        return path
+    names = sorted(weights)
+    named = {key: f"part-{number % files}.safetensors" for number, key in enumerate(names)}
+    for file in set(named.values()):
+        save_file({k: weights[k] for k in names if named[k] == file}, path / file)
+    index = {"weight_map": named}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_loss_and_gradients_are_those_of_transformers(name, tmp_path):
+    _, logits, loss, parts = models.recorded(name)
+    model, params = research_dp.load_hf(folder_of(name, tmp_path))
+    tokens = models.tokens()
+    np.testing.assert_allclose(model.apply(params, tokens), logits, atol=1e-5)
+
+    def mean(params):
+        out = model.loss(params, {}, {"tokens": jnp.asarray(tokens)}, None, train=True)
+        return out.total / out.weight
+
+    found, grads = jax.value_and_grad(mean)(params)
+    np.testing.assert_allclose(found, loss, rtol=1e-5)
+    kind, config = models.config(name)["model_type"], models.config(name)
+    rows = published.FAMILIES[kind].rows(published.options_of(config))
+    flat = {path: np.asarray(x) for path, x in by_path(grads).items()}
+    separated = dict(tensor_files.separated(rows, flat))
+    assert separated.keys() == parts.keys()
+    for key, x in separated.items():
+        np.testing.assert_allclose(models.along(key, x), parts[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_recorded_is_what_transformers_computes(name):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    recorded = load_file(models.RECORDED)
+    for key, x in models.computed(name).items():
+        np.testing.assert_allclose(x, recorded[f"{name}/{key}"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["chunked", exhaustive("xla")])
+@pytest.mark.parametrize("name", ["gemma2", "mistral", exhaustive("qwen3")])
+def test_each_way_of_attention_computes_the_same(name, attention, tmp_path):
+    path = folder_of(name, tmp_path)
+    model, params = research_dp.load_hf(path, attention=attention, api="nnx")
+    logits = models.recorded(name)[1]
+    np.testing.assert_allclose(model.apply(params, models.tokens()), logits, atol=1e-5)
+
+
+def bytes_of(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def run_from(folder, workdir, options, *bindings):
+    """A run whose learning rate is 0, from a folder."""
+    given = {
+        "train.initial": "@hf_checkpoint()",
+        "hf_checkpoint.folder": str(folder),
+        **{"train.num_steps": 1, "train.batch_size": 8, "shard_params.min_weight_size": 64},
+    }
+    given |= {f"transformer.{name}": value for name, value in options.items()}
+    return research_dp.run(
+        ["runs/lm_stdlib.gin", "strategies/fsdp.gin"],
+        {**given, "transformer.remat": "full", **dict(bindings)},
+        workdir=workdir,
+        data=research_dp.from_arrays({"tokens": np.tile(models.tokens(), (8, 1))}),
+        optimizer=optax.sgd(0.0),
+        allow_unused=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "files"), [("llama", 2), exhaustive("gpt2", 1), exhaustive("gemma2", 1)]
+)
+def test_a_run_begins_with_a_folder_and_writes_one(name, files, tmp_path):
+    given, back = folder_of(name, tmp_path, files), tmp_path / "out" / "back"
+    run_from(given, tmp_path / "run", published.options_of(models.config(name)))
+    research_dp.export(tmp_path / "run", back, hf=True)
+    assert json.loads((back / "config.json").read_text()) == models.config(name)
+    found = load_file(back / "model.safetensors")
+    weights = models.recorded(name)[0]
+    assert found.keys() == weights.keys()
+    for key, x in found.items():
+        np.testing.assert_array_equal(x, weights[key])
+    with pytest.raises(UsageError, match="exists: give a new name"):
+        research_dp.export(tmp_path / "run", back, hf=True)
+    other = {**published.options_of(models.config(name)), "norm_epsilon": 0.5}
+    with pytest.raises(UsageError, match=r"another model than train.model: norm_epsilon .* of 0.5"):
+        run_from(given, tmp_path / "other", other)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", exhaustive("gemma2"), exhaustive("qwen2")])
+def test_a_folder_comes_back_byte_for_byte(name, tmp_path):
+    given = folder_of(name, tmp_path)
+    model, params = research_dp.load_hf(given)
+    kind = published.family_of(model.config["transformer"])
+    assert kind == models.config(name)["model_type"]
+    rows = published.FAMILIES[kind].rows(model.config["transformer"])
+    back = tmp_path / "back"
+    back.mkdir()
+    tensors = tensor_files.separated(rows, by_path(params))
+    tensor_files.write(back, tensors, {"format": "pt"})
+    assert bytes_of(back) == bytes_of(given)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_configuration_comes_back(name):
+    options = published.options_of(models.config(name))
+    model = transformer(**options)
+    kind = published.family_of(model.config["transformer"])
+    again = published.options_of(published.config_of(kind, options))
+    assert published.complete(again) == published.complete(model.config["transformer"])
+
+
+def test_defaults_are_those_of_the_decoder():
+    form = transformer(vocab_size=8, width=8, heads=2).config["transformer"]
+    sizes = {name: form[name] for name in ("vocab_size", "width", "depth", "heads", "mlp_width")}
+    assert published.complete(sizes) == published.complete(form)
+    assert published.complete(sizes).keys() == form.keys()
+    none = {"kv_heads", "head_size"}
+    given = {name: x for name, x in form.items() if name not in none | sizes.keys()}
+    assert given == {name: published.complete(sizes)[name] for name in given}
+
+
+PARAMETERS = {
+    "llama3_8b": 8_030_261_248,
+    "llama3_2_1b": 1_235_814_400,
+    "qwen2_0_5b": 494_032_768,
+    "qwen3_0_6b": 596_049_920,
+    "mistral_7b": 7_241_732_096,
+    "gemma2_2b": 2_614_341_888,
+    "gpt2_124m": 124_439_808,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_shipped_models_have_the_published_parameters_and_a_family(name):
+    gin.parse_config_file(str(ROOT / "gin" / "models" / f"{name}.gin"), skip_unknown=True)
+    model = gin.get_configurable("transformer")()
+    tokens = {"tokens": jax.ShapeDtypeStruct((1, 8), jnp.int32)}
+    params, _ = jax.eval_shape(lambda key: model.init(key, tokens), jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(params)) == PARAMETERS[name]
+    kind = published.family_of(model.config["transformer"])
+    assert name.startswith(kind)
+    rows = published.FAMILIES[kind].rows(published.complete(model.config["transformer"]))
+    assert {row.path for row in rows} == by_path(params).keys()
+
+
+def test_an_index_of_several_files_is_read_onto_shards(tmp_path):
+    given = folder_of("llama", tmp_path, files=3)
+    expected = by_path(research_dp.load_hf(given).params)
+    options = published.options_of(models.config("llama"))
+    strategy = decoder.build("fsdp", transformer(**options))
+    _, params = research_dp.load_hf(given, strategy=strategy)
+    for path, x in by_path(params).items():
+        like = by_path(strategy.abstract_state.params)[path]
+        assert x.sharding == like.sharding
+        np.testing.assert_array_equal(x, expected[path])
+
+
+def broken(path, *, config=None, drop=(), add=None, **changes):
+    """The folder, changed."""
+    file = path / "model.safetensors"
+    weights = {k: x for k, x in load_file(file).items() if k not in drop}
+    save_file({**weights, **(add or {})}, file)
+    given = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(config or json.dumps({**given, **changes}))
+    return path
+
+
+NORM = "model.norm.weight"
+LAYER = "model.layers.1.mlp.up_proj.weight"
+MISTAKES = {
+    "missing": ({"drop": (NORM, LAYER)}, [NORM, LAYER, "without"]),
+    "surplus": ({"add": {"model.extra": np.zeros(3)}}, ["model.extra", "no row takes"]),
+    "shape": ({"add": {LAYER: np.zeros((7, 32), np.float32)}}, ["do not fit together", "(7, 32)"]),
+    "dtype": ({"add": {LAYER: np.zeros((48, 32), np.float16)}}, ["do not fit together", "F16"]),
+    "no JSON": ({"config": "{"}, ["config.json is no JSON"]),
+    "family": ({"model_type": "bert"}, ["model_type = 'bert'", "llama"]),
+    "activation": ({"hidden_act": "relu"}, ["hidden_act = 'relu'", "not supported"]),
+    "rope": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["yarn"]),
+    "other layers": ({"layer_types": ["sliding_attention"] * 3}, ["layer_types"]),
+    "tied": ({"tie_word_embeddings": True}, ["lm_head.weight, which no row takes"]),
+    "size": ({"num_hidden_layers": None}, ["num_hidden_layers is missing"]),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_folder_that_does_not_fit_is_refused_in_words(case, tmp_path):
+    change, said = MISTAKES[case]
+    path = broken(folder_of("llama", tmp_path), **change)
+    with pytest.raises(UsageError) as refused:
+        research_dp.load_hf(path)
+    for words in said:
+        assert words in str(refused.value)
+
+
+def test_other_folders_are_no_models(tmp_path):
+    with pytest.raises(UsageError, match=r"it has no config\.json"):
+        research_dp.load_hf(tmp_path)
+    path = folder_of("llama", tmp_path)
+    (path / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(UsageError, match=r"model\.safetensors: .*header"):
+        research_dp.load_hf(path)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"neither model\.safetensors nor"):
+        research_dp.load_hf(path)
+    for index, said in (("[]", "is no index"), ('{"weight_map": {"a": "b"}}', "names b, which")):
+        (path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(UsageError, match=said):
+            research_dp.load_hf(path)
+
+
+@pytest.mark.parametrize("kind", ["same", "other"])
+def test_a_tied_head_that_is_in_the_file_is_the_embedding(kind, tmp_path):
+    path = folder_of("llama_tied", tmp_path)
+    table = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    broken(path, add={"lm_head.weight": table if kind == "same" else table + 1})
+    if kind == "same":
+        research_dp.load_hf(path)
+    else:
+        with pytest.raises(UsageError, match="weight, which no row takes"):
+            research_dp.load_hf(path)
+
+
+def test_a_decoder_of_no_family_says_what_is_different():
+    form = transformer(vocab_size=8, width=8, heads=2, tied=True).config["transformer"]
+    with pytest.raises(UsageError, match=r"the nearest, llama, has scale_embedding False in place"):
+        published.family_of(form)
+
+
+def test_more_tokens_than_learned_positions_are_refused(tmp_path):
+    model, params = research_dp.load_hf(folder_of("gpt2", tmp_path))
+    with pytest.raises(UsageError, match=r"transformer.max_positions = 32, .* has 48 tokens"):
+        model.apply(params, np.tile(models.tokens(), (1, 2)))
