@@ -112,7 +112,7 @@ setup(
     package_data={
         "research_dp": [
             *("py.typed", "__init__.pyi"),
-            *("distributed/hardware.toml", "certification/costs.toml"),
+            *("distributed/hardware.toml", "certification/costs.toml", "runs/published.toml"),
             "templates/*",
         ]
     },

@@ -224,7 +224,7 @@ def _write_hf(workdir: Path, to: Path, step: int | None) -> int:
                 "with a table of tensors."
             )
         kind = published.family_of(options)
-        rows = published.FAMILIES[kind].rows(published.complete(options))
+        rows = published.FAMILIES[kind].rows_of(options)
         config = config or published.config_of(kind, options)
     dtype = jnp.dtype((config or {}).get("dtype") or (config or {}).get("torch_dtype") or "float32")
     params = {path: np.asarray(x).astype(dtype) for path, x in by_path(saved.params).items()}

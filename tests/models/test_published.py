@@ -54,7 +54,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name, tmp_path):
     found, grads = jax.value_and_grad(mean)(params)
     np.testing.assert_allclose(found, loss, rtol=1e-5)
     kind, config = models.config(name)["model_type"], models.config(name)
-    rows = published.FAMILIES[kind].rows(published.options_of(config))
+    rows = published.FAMILIES[kind].rows_of(published.options_of(config))
     flat = {path: np.asarray(x) for path, x in by_path(grads).items()}
     separated = dict(tensor_files.separated(rows, flat))
     assert separated.keys() == parts.keys()
@@ -129,7 +129,7 @@ def test_a_folder_comes_back_byte_for_byte(name, tmp_path):
     model, params = research_dp.load_hf(given)
     kind = published.family_of(model.config["transformer"])
     assert kind == models.config(name)["model_type"]
-    rows = published.FAMILIES[kind].rows(model.config["transformer"])
+    rows = published.FAMILIES[kind].rows_of(model.config["transformer"])
     back = tmp_path / "back"
     back.mkdir()
     tensors = tensor_files.separated(rows, by_path(params))
@@ -176,7 +176,7 @@ def test_shipped_models_have_the_published_parameters_and_a_family(name):
     assert sum(x.size for x in jax.tree.leaves(params)) == PARAMETERS[name]
     kind = published.family_of(model.config["transformer"])
     assert name.startswith(kind)
-    rows = published.FAMILIES[kind].rows(published.complete(model.config["transformer"]))
+    rows = published.FAMILIES[kind].rows_of(model.config["transformer"])
     assert {row.path for row in rows} == by_path(params).keys()
 
 

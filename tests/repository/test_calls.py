@@ -20,7 +20,7 @@ MAPPED = {
     *("scatter_mean_tree", "shard_params", "sharded_global_norm", "sync_gradients"),
     *("weighted_loss", "weighted_mean"),
 }
-COMMANDS = {"run", "plan", "certify", "compare", "dry_run", "evaluate", "load", "export"}
+COMMANDS = {"run", "plan", "certify", "compare", "dry_run", "evaluate", "load", "load_hf", "export"}
 INSTANCES = {
     "DataParallel": research_dp.DataParallel,
     "DeviceMeshManager": research_dp.DeviceMeshManager,

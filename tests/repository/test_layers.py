@@ -218,9 +218,9 @@ def test_files_are_of_one_subject(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 33_650,
-    ("distributed", "strategies"): 9_500,
-    ("commands",): 4_000,
+    (".",): 34_650,
+    ("distributed", "strategies"): 9_600,
+    ("commands",): 4_100,
 }
 
 
