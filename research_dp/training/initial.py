@@ -102,12 +102,14 @@ class InitialParams:
         unused = sorted(shapes.keys() - taken.values())
         more = f"; nobody takes {some_of(unused, 5)}" if unused else ""
         found = {name: arrays[there] for name, there in taken.items()}
-        count = jax.jit(lambda given: {k: _lost(x, here[k].dtype) for k, x in given.items()})
-        counts = {k: n for k, n in jax.device_get(count(found)).items() if n}
-        if lost := [f"{n} of {here[k].size} in {k} ({found[k].dtype})" for k, n in counts.items()]:
+        # One after the other, and counted only where there are any: counts take more memory.
+        lost = {k: x for k, x in found.items() if _any_lost(x, here[k].dtype)}
+        counts = {k: int(jnp.sum(_lost(x, here[k].dtype))) for k, x in lost.items()}
+        if lost:
+            said = [f"{n} of {here[k].size} in {k} ({found[k].dtype})" for k, n in counts.items()]
             problem = f" = {path} has NaN, infinite values, or what the model's dtypes lose: "
             advice = f". Mend them, or let {self._name}.skip match them."
-            raise binding_error(self._where, problem + some_of(lost, 5) + advice)
+            raise binding_error(self._where, problem + some_of(said, 5) + advice)
         say(f"Initial parameters: {len(taken)} arrays of {path}{more}")
         return found
 
@@ -146,12 +148,16 @@ class InitialParams:
 
 
 def _lost(x: jax.Array, dtype: Any) -> Any:
-    """How many values a dtype has not: NaN, infinite, complex, out of its range."""
+    """Which values a dtype has not: NaN, infinite, complex, out of its range."""
     if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        return x.size
+        return jnp.ones(x.shape, bool)
     y = x.astype(dtype)
-    is_lost = ~jnp.isfinite(y) if jnp.issubdtype(dtype, jnp.inexact) else y.astype(x.dtype) != x
-    return jnp.sum(is_lost)
+    return ~jnp.isfinite(y) if jnp.issubdtype(dtype, jnp.inexact) else y.astype(x.dtype) != x
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _any_lost(x: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.any(_lost(x, dtype))
 
 
 @gin.register("hf_checkpoint", module="initial")
@@ -207,11 +213,26 @@ def _of_tensors(tensors: Mapping[str, Tensor | Joined]) -> Source:
     def read(wanted: Wanted) -> dict[str, jax.Array]:
         arrays: dict[str, jax.Array] = {}
         for k, x in wanted.items():
-            part = functools.partial(_part, tensors[k], shapes[k], x.shape)
-            arrays[k] = jax.make_array_from_callback(x.shape, x.sharding, part)
+            arrays[k] = _on_shards(x, functools.partial(_part, tensors[k], shapes[k], x.shape))
         return arrays
 
     return shapes, read
+
+
+def _on_shards(x: jax.ShapeDtypeStruct, read: Callable[[Any], Any]) -> jax.Array:
+    """An array whose parts are read one after the other, so that the host has one at a time.
+
+    `jax.make_array_from_callback` has all of them, and keeps them until garbage is collected.
+    """
+    parts: dict[Any, tuple[Any, list[Any]]] = {}
+    for device, index in x.sharding.addressable_devices_indices_map(x.shape).items():
+        key = tuple((span.start, span.stop) for span in index)
+        parts.setdefault(key, (index, []))[1].append(device)
+    shards = []
+    for index, devices in parts.values():
+        part = read(index)
+        shards += [jax.device_put(part, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
 def _part(source: Any, shape: Sequence[int], padded: Sequence[int], index: Any) -> Any:

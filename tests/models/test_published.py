@@ -12,11 +12,15 @@ from safetensors.numpy import load_file, save_file
 
 import research_dp
 from research_dp import UsageError
+from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.sharding import by_path
 from research_dp.models.transformer import transformer
 from research_dp.runs import published, tensor_files
+from research_dp.strategies.strategy import init_key
+from research_dp.training.initial import HfCheckpoint
 from tests.support import decoder
 from tests.support import published_models as models
+from tests.support.compilers import AS_USERS_COMPILE
 from tests.support.marks import exhaustive
 from tests.support.repository import ROOT
 
@@ -190,6 +194,39 @@ def test_an_index_of_several_files_is_read_onto_shards(tmp_path):
         like = by_path(strategy.abstract_state.params)[path]
         assert x.sharding == like.sharding
         np.testing.assert_array_equal(x, expected[path])
+
+
+EXACT = ("single", "ddp", "zero1", "fsdp", "hsdp_zero1")  # others are much like these
+
+
+@pytest.mark.slow
+def test_strategies_that_begin_with_a_folder_end_with_the_same_bits(tmp_path):
+    path, ends = folder_of("qwen2", tmp_path), {}
+    model = transformer(**published.options_of(models.config("qwen2")))
+    for stem in EXACT:
+        options = f"data_parallel.compiler_options = {AS_USERS_COMPILE}"
+        strategy = decoder.build(stem, model, options, more=["options/deterministic.gin"])
+        arrays = HfCheckpoint(str(path)).arrays(strategy, print)
+        state = strategy.init(init_key(0), arrays)
+        for seed in range(3):
+            batch = strategy.place_batch(decoder.batch(seed))
+            state, _ = strategy.train_step(state, batch)
+        ends[stem] = fingerprint(strategy.logical(jax.device_get(state)).params)
+    assert len(set(ends.values())) == 1, ends
+
+
+STEMS = ["fsdp", "spmd_fsdp", exhaustive("zero1"), exhaustive("fsdp_keep"), exhaustive("hsdp")]
+
+
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
+def test_every_strategy_follows_single(name, stem):
+    options = published.options_of(models.config(name))
+    model = transformer(**options, dropout_rate=0.1)
+    born, numbers = decoder.run(decoder.build("single", model))
+    found = decoder.run(decoder.build(stem, model))
+    assert found[0] == born
+    np.testing.assert_allclose(found[1], numbers, rtol=2e-5)
 
 
 def broken(path, *, config=None, drop=(), add=None, **changes):
