@@ -43,6 +43,7 @@ TENSORFLOW = [
     "tensorflow>=2.20,<3; platform_machine != 'x86_64' or sys_platform != 'linux'",
 ]
 
+TEXT = "tokenizers>=0.20,<1"  # `sample` of published models: their tokenizer.json
 WANDB = "wandb>=0.31,<1"  # `train.writers = [@wandb]`: records, to Weights & Biases
 MLFLOW = "mlflow-skinny>=3.17,<4"  # `[@mlflow]`: MLflow's client alone, to a server or a folder
 
@@ -67,6 +68,7 @@ EXTRAS = {
         "altair>=6.3,<7",  # charts, as Vega-Lite
         "vl-convert-python>=1.9,<2",  # Vega's scripts, put in the page: it needs no network
     ],
+    "text": [TEXT],
     "wandb": [WANDB],
     "mlflow": [MLFLOW],
     "docs": DOCS,
@@ -79,6 +81,7 @@ EXTRAS = {
         *("altair>=6.3,<7", "vl-convert-python>=1.9,<2"),  # pages
         "playwright>=1.50,<2",  # opens pages in an installed Chromium
         "matplotlib>=3.9,<4",  # pictures of README.md, the notebook
+        TEXT,
         *(WANDB, MLFLOW),  # writers of records: what they keep offline is read back
         *TENSORFLOW,  # data sets in both formats
         *DOCS,  # a test builds the site

@@ -93,6 +93,8 @@ class TrainableModel:
             it has no weight, so that its values are not checked. None: in rows whose `mask` is 0.
         find_units: (batch of `jax.ShapeDtypeStruct`) -> `units`, where the model's inputs must be
             known for them; None: they are given.
+        decode: (parameters, tokens, cache) -> (logits of what follows, cache), for sampling; see
+            `LanguageModel.decode`. None: it has no sequences.
     """
 
     init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
@@ -104,6 +106,7 @@ class TrainableModel:
     apply: Callable[..., Any] | None = None
     find_units: Callable[[Batch], Mapping[str, str]] | None = None
     counted: Callable[[Batch, str], Any] | None = None
+    decode: Callable[..., Any] | None = None
 
     def with_units(self, example: Batch) -> TrainableModel:
         """The same model, its units found for a batch of one abstract example."""

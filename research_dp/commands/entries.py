@@ -123,6 +123,13 @@ COMMANDS = {
         "checksums; the exit status is 1 if any is damaged.",
         words="workdir",
     ),
+    "sample": Entry(
+        "sample",
+        "continues a prompt by a run's language model, or by a published one",
+        ("runs/lm --prompt='def '", "tiny_llama --prompt='def ' --temperature=0"),
+        "Without --tokenizer tokens are bytes, or those of tokenizer.json in the folder.",
+        words="folder",
+    ),
     "launch": Entry(
         "launch",
         "starts one run in several processes of this machine",

@@ -45,6 +45,7 @@ class LanguageModel:
     unroll: int | None
     logits_at_once: int | None
     attended: int  # features of all heads
+    cached: tuple[int, int]  # heads of keys and values, and their features
     norm: SequenceNorm
     norm_epsilon: float
     embedding_scale: float
@@ -60,9 +61,8 @@ class LanguageModel:
         facts = {"vocab_size": self.vocab_size, "transformer": self.form}
         bounds = {"tokens": "vocab_size"}
         functions = self.init, self.loss
-        return TrainableModel(
-            *functions, facts, units, self.work, bounds, self.apply, counted=_counted
-        )
+        options: dict[str, Any] = {"counted": _counted, "decode": self.decode}
+        return TrainableModel(*functions, facts, units, self.work, bounds, self.apply, **options)
 
     def init(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         """Parameters, with the same bits for Linen and NNX blocks; no model state."""
@@ -153,9 +153,44 @@ class LanguageModel:
         assert not model_state  # it has none
         tokens = jnp.asarray(tokens["tokens"] if isinstance(tokens, Mapping) else tokens)
         x = self._hidden(params, {"tokens": tokens}, None, Units(), train=False, batch_axes=())
+        return self._logits(params, x)
+
+    def _logits(self, params: PyTree, x: jax.Array) -> jax.Array:
+        """Of what the head takes, (B, S, width)."""
         rows = params["embed" if self.tied else "head"]["table"].astype(x.dtype)
-        logits = capped(_logits(x.reshape(tokens.size, -1), rows), self.logit_cap)
-        return logits.reshape(*tokens.shape, -1)
+        logits = capped(_logits(x.reshape(-1, self.width), rows), self.logit_cap)
+        return logits.reshape(*x.shape[:2], -1)
+
+    def decode(self, params: PyTree, tokens: Any, cache: Any) -> tuple[jax.Array, PyTree]:
+        """Logits of what follows, (B, vocab_size) float32, and the cache of all tokens up to there.
+
+        Args:
+            params: The parameters, unsharded.
+            tokens: (B, n) int32, which follow those of the cache.
+            cache: What an earlier call returned; or of how many tokens there will be room.
+        """
+        tokens = jnp.asarray(tokens)
+        if isinstance(cache, int):
+            shape = self.depth, len(tokens), cache, *self.cached
+            none = jnp.zeros(shape, self.dtype)
+            cache = {"key": none, "value": none, "length": jnp.int32(0)}
+        start, arrays = cache["length"], {name: cache[name] for name in ("key", "value")}
+        positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1])[None], tokens.shape)
+        room = arrays["key"].shape[2]
+        x = self._embedded(params, tokens, positions, Units(), room)
+
+        def block(x: jax.Array, given: Any) -> tuple[jax.Array, Any]:
+            block_params, index, arrays = given
+            inputs = {"x": x, "positions": positions, **self._window(index, room)}
+            inputs |= {"cache": arrays, "start": start}
+            options = {"train": False, "keys": None, "batch_axes": ()}
+            found: Any = self.block.apply(block_params, {}, inputs, **options)[0]
+            return found
+
+        layers = params["blocks"], jnp.arange(self.depth), arrays
+        x, arrays = jax.lax.scan(block, x, layers)
+        logits = self._logits(params, self._final_norm(params, x[:, -1:]))[:, 0]
+        return logits, {**arrays, "length": start + tokens.shape[1]}
 
     def _hidden(
         self,
@@ -176,20 +211,10 @@ class LanguageModel:
         def block(block_params: PyTree, x: jax.Array, index: jax.Array) -> jax.Array:
             block_keys = None if keys is None else fold_in_each(keys, index)
             options = {"train": train, "keys": block_keys, "batch_axes": batch_axes}
-            given = {"x": x, **inputs}
-            if self.windows:
-                window, each = self.windows
-                given["window"] = jnp.where(index % each == 0, window, tokens.shape[1])
+            given = {"x": x, **inputs, **self._window(index, tokens.shape[1])}
             return self.block.apply(block_params, {}, given, **options)[0]
 
-        x = units.look_up("embed", params, tokens, self.dtype)
-        if self.embedding_scale != 1:  # to unit variance; for tying, rows have that of a head
-            x = x * self.embedding_scale
-        if self.max_positions:
-            if tokens.shape[1] > self.max_positions:
-                problem = f" = {self.max_positions}, and a sequence has {tokens.shape[1]} tokens."
-                raise binding_error("transformer.max_positions", problem)
-            x = x + units.look_up("positions", params, inputs["positions"], self.dtype)
+        x = self._embedded(params, tokens, inputs["positions"], units, tokens.shape[1])
         indices = jnp.arange(self.depth)
         unroll = self.unroll
         if unroll is None:
@@ -199,6 +224,27 @@ class LanguageModel:
             note("transformer.unroll", f"{unroll}")
         x = units.scan(block, "blocks", params, x, each=indices, remat=self.remat, unroll=unroll)
         return units.run(self._final_norm, ("norm",), params, x, remat="full")
+
+    def _embedded(
+        self, params: PyTree, tokens: jax.Array, positions: jax.Array, units: Units, length: int
+    ) -> jax.Array:
+        """What the first block takes, of sequences that may have so many tokens."""
+        x = units.look_up("embed", params, tokens, self.dtype)
+        if self.embedding_scale != 1:  # to unit variance; for tying, rows have that of a head
+            x = x * self.embedding_scale
+        if self.max_positions:
+            if length > self.max_positions:
+                problem = f" = {self.max_positions}, and a sequence has {length} tokens."
+                raise binding_error("transformer.max_positions", problem)
+            x = x + units.look_up("positions", params, positions, self.dtype)
+        return x
+
+    def _window(self, index: jax.Array, length: int) -> dict[str, jax.Array]:
+        """The input 'window' of a block, where blocks have different ones."""
+        if not self.windows:
+            return {}
+        window, each = self.windows
+        return {"window": jnp.where(index % each == 0, window, length)}
 
     def _final_norm(self, params: PyTree, x: jax.Array) -> jax.Array:
         """The norm over the last dim, computed in float32."""

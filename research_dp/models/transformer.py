@@ -163,6 +163,7 @@ def transformer(
         unroll=unroll,
         logits_at_once=logits_at_once,
         attended=parts.heads * parts.head_size,
+        cached=(parts.kv_heads, parts.head_size),
         norm=norm,
         norm_epsilon=norm_epsilon,
         embedding_scale=math.sqrt(width) if scale_embedding else 1.0,
@@ -223,12 +224,14 @@ class Block:
     attention: Implementation
     scores: Scores
 
-    def __call__(self, layers: Layers, inputs: dict[str, jax.Array]) -> jax.Array:
+    def __call__(self, layers: Layers, inputs: dict[str, Any]) -> Any:
+        """Of 'x' (B, S, width) the same; with 'cache' also the cache with keys and values of x."""
         x = inputs["x"]
-        y = self._attention(layers, self._norm(layers, "attention_norm")(x), inputs)
+        y, cache = self._attention(layers, self._norm(layers, "attention_norm")(x), inputs)
         x = x + self._added(layers, "attention_norm", y, 0)
         y = self._mlp(layers, self._norm(layers, "mlp_norm")(x))
-        return x + self._added(layers, "mlp_norm", y, 1)
+        x = x + self._added(layers, "mlp_norm", y, 1)
+        return (x, cache) if "cache" in inputs else x
 
     def _norm(self, layers: Layers, name: str) -> Callable[[jax.Array], jax.Array]:
         return layers.sequence_norm(name, self.norm, self.norm_epsilon)
@@ -239,7 +242,9 @@ class Block:
             y = self._norm(layers, f"{name}_after")(y)
         return dropout(y, self.dropout_rate, layers.keys, layer=number)
 
-    def _attention(self, layers: Layers, x: jax.Array, inputs: dict[str, jax.Array]) -> jax.Array:
+    def _attention(
+        self, layers: Layers, x: jax.Array, inputs: dict[str, Any]
+    ) -> tuple[jax.Array, Any]:
         heads, rest = self.heads, self.heads + self.kv_heads
         features = (rest + self.kv_heads) * self.head_size
         qkv = layers.dense("qkv", features, use_bias=self.biases != "none")(x)
@@ -257,13 +262,22 @@ class Block:
         scores = self.scores
         if "window" in inputs:
             scores = dataclasses.replace(scores, window=inputs["window"])
-        y = attention(
-            *(query, key, value, inputs.get("segments")),
-            implementation=self.attention,
-            scores=scores,
-        )
+        cache = inputs.get("cache")
+        if cache is not None:
+            start, new = inputs["start"], {"key": key, "value": value}
+            cache = {
+                name: jax.lax.dynamic_update_slice_in_dim(cache[name], x, start, axis=1)
+                for name, x in new.items()
+            }
+            own, others = (jnp.arange(y.shape[1]) for y in (query, cache["key"]))
+            y = _attend(
+                query, cache["key"], cache["value"], _seen(start + own, others, scores), scores
+            )
+        else:
+            options: dict[str, Any] = {"implementation": self.attention, "scores": scores}
+            y = attention(query, key, value, inputs.get("segments"), **options)
         y = y.reshape(*x.shape[:2], -1)
-        return layers.dense("out", self.width, use_bias=self.biases == "all")(y)
+        return layers.dense("out", self.width, use_bias=self.biases == "all")(y), cache
 
     def _mlp(self, layers: Layers, x: jax.Array) -> jax.Array:
         dense = functools.partial(layers.dense, use_bias=self.biases == "all")
