@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -111,10 +111,11 @@ def check_rounds(certificate: Certificate, bench: Bench, data: DataSet, report: 
             certificate.cause = _CAUSES[name.partition(",")[0]]
             return
         state = new
-    waits = by_path(state.slots["outer"]["state"].get("lost", {}))
-    waiting = {path.partition("/")[2] for path, x in waits.items() if np.any(x)}
-    still = _unmoved(strategy, first.params, state.params, waiting)
-    message = f"never moved: {some_of(still, SHOWN)}" if still else "each parameter has moved"
+    of_outer = state.slots["outer"]["state"]
+    lost = of_outer.get("lost", {}) if isinstance(of_outer, Mapping) else {}
+    still = _unmoved(strategy, first.params, state.params, lost)
+    message = f"each parameter has moved{', or a part of it waits' if lost else ''}"
+    message = f"never moved: {some_of(still, SHOWN)}" if still else message
     certificate.check("anchor after two rounds", not still, message)
     if still:
         certificate.cause = _CAUSES["anchor after two rounds"]
@@ -134,18 +135,26 @@ def _short(outer: Any) -> Any:
 
 
 def _unmoved(
-    strategy: Strategy, before: PyTree, after: PyTree, waiting: Collection[str]
+    strategy: Strategy, before: PyTree, after: PyTree, lost: Mapping[str, Any]
 ) -> list[str]:
-    """Parameters, or layers of stacks, that are as they were, but those of which a part waits."""
+    """Parameters, or layers of stacks, that are as they were, but those of which a part waits.
+
+    `lost` has arrays (replicas, ...) of each fragment, which has of a stack each so manieth layer.
+    """
     found, old, new = [], by_path(before), by_path(after)
+    waiting = {
+        (path, number + len(lost) * i)
+        for number, part in enumerate(lost.values())
+        for path, x in part.items()
+        for i in np.flatnonzero(np.asarray(x).any((0, *range(2, x.ndim))))
+    }
     for p in jax.tree.leaves(strategy.shardings.params):
-        if p.path in waiting:
-            continue
         same = np.asarray(old[p.path]) == np.asarray(new[p.path])
         if p.stacked:
             layers = np.flatnonzero(same.reshape(len(same), -1).all(1))
-            found += [f"{p.path}, layer {layer}" for layer in layers]
-        elif same.all():
+            still = [layer for layer in layers if (p.path, layer) not in waiting]
+            found += [f"{p.path}, layer {layer}" for layer in still]
+        elif same.all() and p.path not in {path for path, _ in waiting}:
             found.append(p.path)
     return found
 

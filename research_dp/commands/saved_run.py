@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
+from jax.sharding import SingleDeviceSharding
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import CountOrZero
@@ -123,17 +124,20 @@ def load_hf(
     jax_setup.set_up_devices(None)
     try:
         found = published.options_of(published.read_config(path))
-        model = transformer(**{**found, **options})
-        if strategy is None:
-            whole = {
-                name: x[tuple(slice(0, n) for n in x.shape)]
-                for name, x in published.read(path).items()
-            }
-            arrays = {k: jnp.asarray(x, jnp.float32) for k, x in whole.items()}
-        else:
-            arrays = HfCheckpoint(str(path)).arrays(strategy, lambda text: None)
     except (Damaged, OSError) as error:
         raise UsageError(f"load_hf: {path} cannot be read: {error}.") from error
+    model = transformer(**{**found, **options})
+    if strategy is None:
+        tokens = {"tokens": jax.ShapeDtypeStruct((1, 2), jnp.int32)}
+        on_device = SingleDeviceSharding(jax.devices()[0])
+        shapes = by_path(jax.eval_shape(lambda: model.init(jax.random.key(0), tokens)[0]))
+        here = stored = {k: x.update(sharding=on_device) for k, x in shapes.items()}
+    else:
+        here, stored = (
+            by_path(state.params) for state in (strategy.logical_state, strategy.abstract_state)
+        )
+    arrays = HfCheckpoint(str(path)).read(here, stored, model.config, lambda text: None)
+    arrays = {name: x.astype(stored[name].dtype) for name, x in arrays.items()}
     return LoadedModel(model, unflatten_dict(arrays, sep="/"), {}, 0)
 
 
@@ -177,10 +181,10 @@ def export(
 
 def write_export(workdir: Path, to: Path, step: int | None, *, hf: bool = False) -> int:
     """`export` as a command calls it."""
-    if hf:
-        return _write_hf(workdir, to, step)
     if to.exists():
         raise UsageError(f"--export={to} exists: give a new name.")
+    if hf:
+        return _write_hf(workdir, to, step)
     jax_setup.set_up_devices(None)
     saved = read_saved(workdir, step)
     with usage_error(f"--export={to} cannot be written"):
@@ -205,33 +209,36 @@ def write_export(workdir: Path, to: Path, step: int | None, *, hf: bool = False)
 
 
 def _write_hf(workdir: Path, to: Path, step: int | None) -> int:
-    """Writes tensors in the dtype of the folder that the run began with, or in float32."""
-    if to.exists():
-        raise UsageError(f"--export={to} exists: give a new name.")
+    """Writes tensors in the dtype that the folder's config.json names, or in float32."""
     with configured.session() as run:
         run.load(complete=False, saved=workdir)
         jax_setup.set_up_devices(None)
         saved = read_saved(workdir, step)
-        model = gin_internals.frozen("train.model")
-        initial = gin_internals.frozen("train.initial")
-    begun = initial if isinstance(initial, HfCheckpoint) else None
-    rows, config = begun.rows if begun else None, begun.config() if begun else None
+        options = gin_internals.frozen("train.model").config.get("transformer")
+        begun = gin_internals.frozen("train.initial")
+    rows, config = None, None
+    if isinstance(begun, HfCheckpoint):
+        try:
+            rows, config = begun.rows, begun.config()
+        except (Damaged, OSError) as error:
+            raise UsageError(f"--hf: hf_checkpoint.folder cannot be read: {error}.") from error
     if rows is None:
-        options = model.config.get("transformer")
         if options is None:
             raise UsageError(
                 "--hf: the run's model is no transformer, and its train.initial no hf_checkpoint "
                 "with a table of tensors."
             )
-        kind = published.family_of(options)
+        kind = config["model_type"] if config else published.family_of(options)
         rows = published.FAMILIES[kind].rows_of(options)
         config = config or published.config_of(kind, options)
-    dtype = jnp.dtype((config or {}).get("dtype") or (config or {}).get("torch_dtype") or "float32")
-    params = {path: np.asarray(x).astype(dtype) for path, x in by_path(saved.params).items()}
+    named = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
+    dtype = jnp.dtype(named if named in ("bfloat16", "float16") else "float32")
+    params = by_path(saved.params)
+    tensor_files.check(rows, params)
     with usage_error(f"--export={to} cannot be written"):
         to.mkdir(parents=True)
         # As transformers wants it of files that it did not write itself.
-        tensor_files.write(to, tensor_files.separated(rows, params), {"format": "pt"})
+        tensor_files.write(to, tensor_files.separated(rows, params, dtype), {"format": "pt"})
         if config:
             (to / published.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     return saved.step

@@ -47,7 +47,7 @@ class Codec:
     @property
     def name(self) -> str:
         """As reports have it."""
-        return type(self).__name__.lower()
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
 
     def nbytes(self, elements: int) -> int:
         """Bytes of so many elements of a block."""

@@ -68,11 +68,17 @@ class Layers:
         if norm == "layer":
             options = {"epsilon": epsilon, "use_fast_variance": False}
             return self.layer(name, nn.LayerNorm, nnx.LayerNorm, **options)
-        scaled = self.layer(name, nn.RMSNorm, nnx.RMSNorm, epsilon=epsilon)
         if norm == "rms":
-            return scaled
-        # The library's norm has no other scale than its parameter.
-        return lambda x: scaled(x) + unit_rms(x.astype(jnp.float32), epsilon).astype(x.dtype)
+            return self.layer(name, nn.RMSNorm, nnx.RMSNorm, epsilon=epsilon)
+        wide = dataclasses.replace(self, dtype=jnp.float32)
+        scaled = wide.layer(name, nn.RMSNorm, nnx.RMSNorm, epsilon=epsilon)
+
+        def plus_1(x: jax.Array) -> jax.Array:
+            # The library's norm has no other scale than its parameter.
+            y = x.astype(jnp.float32)
+            return (scaled(y) + unit_rms(y, epsilon)).astype(x.dtype)
+
+        return plus_1
 
     def norm(self, name: str, norm: Norm) -> Callable:
         """BatchNorm over the global micro-batch, GroupNorm, or the identity."""

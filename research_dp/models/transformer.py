@@ -21,7 +21,7 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, DropoutRate, Dtype, Positive
 from research_dp.distributed.differentiable_gather import Remat
 from research_dp.distributed.mesh import target_platform
-from research_dp.errors import UsageError, binding_error
+from research_dp.errors import binding_error
 from research_dp.models.language_model import LanguageModel, capped
 from research_dp.models.layers import (
     Api,
@@ -125,21 +125,21 @@ def transformer(
         UsageError: A head has an odd number of features, or `kv_heads` do not divide `heads`.
     """
     form = {name: value for name, value in locals().items() if name not in _NO_FORM}
-    if (head_size or width / heads) % 2:
-        raise UsageError(
-            f"transformer.width = {width} over heads = {heads}: a head needs an even number of "
-            "features.",
-            binding="transformer.heads",
-        )
+    if head_size is None and width % heads:
+        raise binding_error("transformer.heads", f" = {heads} do not divide width = {width}.")
+    if (size := head_size or width // heads) % 2 and not max_positions:
+        problem = f" = {size}: rotary positions need an even number of features."
+        raise binding_error("transformer.head_size", problem)
     if heads % (kv_heads or heads):
         raise binding_error("transformer.kv_heads", f" = {kv_heads} do not divide heads = {heads}.")
-    if score_cap and attention == "cudnn":
-        raise binding_error("transformer.attention", " = 'cudnn' caps no scores: bind 'auto'.")
+    if attention == "cudnn" and (score_cap or (window and window_each > 1)):
+        problem = " = 'cudnn' caps no scores, and has the same window in all blocks: bind 'auto'."
+        raise binding_error("transformer.attention", problem)
     parts = Block(
         width=width,
         heads=heads,
         kv_heads=kv_heads or heads,
-        head_size=head_size or width // heads,
+        head_size=size,
         mlp_width=mlp_width,
         biases=biases,
         norm=norm,

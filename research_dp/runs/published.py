@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from research_dp.argument_types import is_integer, is_number
 from research_dp.errors import UsageError, printable, some_of
 from research_dp.runs.manifest import Damaged
 from research_dp.runs.tensor_files import Joined, Row, joined, tensors_in
@@ -31,6 +32,7 @@ _DEFAULTS = {
 }
 # Of which a configuration says by null that there is none.
 _NULLABLE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+_NULLABLE |= {"num_key_value_heads"}
 _OPTIONAL = {"kv_heads", "head_size", "window", "score_cap", "logit_cap"}
 
 
@@ -55,7 +57,7 @@ class Family:
                 path,
                 names,
                 self.transposed and path.endswith("kernel"),
-                sizes if len(names) == len(sizes) else None,
+                sizes if path.startswith("blocks/qkv/") and len(names) > 1 else None,
             )
             for path, names in self.rows.items()
             if path != "head/table" or not o["tied"]
@@ -75,6 +77,14 @@ FAMILIES = _families()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    """A folder's configuration, of a known family. Raises Damaged, or OSError."""
+    config = json_of(folder)
+    if (kind := config.get("model_type")) not in list(FAMILIES):
+        raise Damaged(f"model_type = {kind!r} in {CONFIG} is none of {', '.join(FAMILIES)}")
+    return config
+
+
+def json_of(folder: Path) -> dict[str, Any]:
     """A folder's configuration. Raises Damaged, or OSError."""
     if not (folder / CONFIG).is_file():
         raise Damaged(f"it has no {CONFIG}")
@@ -82,10 +92,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / CONFIG).read_text())
     except ValueError as error:
         raise Damaged(f"{CONFIG} is no JSON: {printable(str(error))}") from error
-    if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
-        kind = config.get("model_type") if isinstance(config, dict) else None
-        known = ", ".join(FAMILIES)
-        raise Damaged(f"model_type = {kind!r} in {CONFIG} is none of {known}")
+    if not isinstance(config, dict):
+        raise Damaged(f"{CONFIG} is no JSON object")
     return config
 
 
@@ -108,20 +116,35 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     ]
     options: dict[str, Any] = {k: given.get(there) for k, there in family.fields.items()}
     options |= family.options
-    if kind == "gpt2":
-        options["mlp_width"] = options["mlp_width"] or 4 * options["width"]
-    else:
+    if kind == "gpt2" and options["mlp_width"] is None and is_integer(options["width"]):
+        options["mlp_width"] = 4 * options["width"]
+    for name, there in family.fields.items():
+        if not _is_right(name, options[name]):
+            is_absent = options[name] is None
+            problems.append(f"no {there}" if is_absent else f"{there} = {options[name]!r}")
+    if kind != "gpt2":
         options |= _rotary_options(given, problems)
     if kind == "gemma2":
-        options["score_scale"] = given["query_pre_attn_scalar"] ** -0.5
-    absent = [x for x in family.fields if options[x] is None and x not in _OPTIONAL]
-    problems += [f"{family.fields[name]} is missing" for name in absent]
+        scalar = given["query_pre_attn_scalar"]
+        is_right = is_number(scalar) and scalar > 0
+        options["score_scale"] = scalar**-0.5 if is_right else None
+        problems += [] if is_right else [f"query_pre_attn_scalar = {scalar!r}"]
     windows = given.get("layer_types")
-    if windows and windows != _layer_types(options):
-        problems.append(f"layer_types = {some_of(windows, 3)}")
+    if windows is not None and not problems and windows != _layer_types(options):
+        problems.append(f"layer_types = {printable(str(windows))}")
     if problems:
         raise Damaged(f"{CONFIG} of a {kind} has {some_of(problems, 5)}, which is not supported")
     return {name: x for name, x in options.items() if x is not None}
+
+
+def _is_right(name: str, value: Any) -> bool:
+    """Whether an option has a value that a decoder can have."""
+    if value is None:
+        return name in _OPTIONAL
+    if name == "tied":
+        return isinstance(value, bool)
+    is_float = name in ("norm_epsilon", "score_cap", "logit_cap")
+    return (is_number(value) if is_float else is_integer(value)) and value > 0
 
 
 def _layer_types(o: Options) -> list[str]:
@@ -133,16 +156,28 @@ def _layer_types(o: Options) -> list[str]:
 
 def _rotary_options(given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """Those of rotary positions, as older and newer configurations have them."""
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    options = {"rotary_base": float(rope.get("rope_theta", given.get("rope_theta", 10_000.0)))}
+    rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    rope = rope if isinstance(rope, dict) else {"rope_type": rope}
+    stretch: Any
+    length: Any
+    base = rope.get("rope_theta", given.get("rope_theta", _DEFAULTS["rotary_base"]))
     kind = rope.get("rope_type", rope.get("type", "default"))
+    stretch, length = (
+        (rope.get("factor"), rope.get("original_max_position_embeddings"))
+        if kind == "llama3"
+        else (1.0, _DEFAULTS["rotary_length"])
+    )
     factors = rope.get("low_freq_factor"), rope.get("high_freq_factor")
-    if kind == "llama3" and factors == (1.0, 4.0):
-        options["rotary_stretch"] = float(rope["factor"])
-        options["rotary_length"] = rope["original_max_position_embeddings"]
-    elif kind != "default":
-        problems.append(f"rotary positions {dict(rope)}")
-    return options
+    is_known = kind == "default" or (kind == "llama3" and factors == (1.0, 4.0))
+    is_nested = any(isinstance(x, dict) for x in rope.values())
+    numbers = is_number(base) and is_number(stretch) and is_integer(length)
+    if not is_known or is_nested or not numbers or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        problems.append(f"rotary positions {rope or base}")
+        return {}
+    return {
+        **{"rotary_base": float(base), "rotary_stretch": float(stretch)},
+        "rotary_length": length,
+    }
 
 
 def complete(options: Options) -> dict[str, Any]:
@@ -210,12 +245,16 @@ def config_of(kind: str, options: Options) -> dict[str, Any]:
         config["max_position_embeddings"] = length
     if kind == "gemma2":
         scale = (o["score_scale"] or o["head_size"] ** -0.5) ** -2
-        config["query_pre_attn_scalar"] = round(scale, 6)
+        config["query_pre_attn_scalar"] = round(scale)  # transformers takes integers alone
         config["layer_types"] = _layer_types({**o, "window_each": 2})
     return config
 
 
-def read(folder: Path, rows: Sequence[Row] | None = None) -> dict[str, Joined]:
+def read(
+    folder: Path,
+    rows: Sequence[Row] | None = None,
+    skipped: Callable[[str], bool] = lambda path: False,
+) -> dict[str, Joined]:
     """The parameters that a folder's tensors are, by path, by its family's rows or by others.
 
     Raises:
@@ -228,4 +267,4 @@ def read(folder: Path, rows: Sequence[Row] | None = None) -> dict[str, Joined]:
     tensors = tensors_in(folder)
     if rows[0].parts[0].startswith("transformer.") and "wte.weight" in tensors:
         tensors = {f"transformer.{name}": x for name, x in tensors.items()}  # of the first GPT-2
-    return joined(rows, tensors)
+    return joined(rows, tensors, skipped)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from research_dp.errors import UsageError, printable, some_of
 from research_dp.runs.manifest import Damaged
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+_UNNAMED = ".unnamed"  # of a file, until their number is known
+_ROWS = 4096  # of tables that are compared at a time
 _FILE_BYTES = 5 * 10**9  # of a file, as Hugging Face writes them
 # Buffers of old files, which are no weights.
 _BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
@@ -99,8 +101,13 @@ class Joined:
     def __getitem__(self, spans: tuple[slice, ...]) -> np.ndarray:
         if not self.row.stacked:
             return self._of_layer(self.layers[0], spans)
-        each = [self._of_layer(parts, spans[1:]) for parts in self.layers[spans[0]]]
-        return np.stack(each)
+        layers = self.layers[spans[0]]
+        first = self._of_layer(layers[0], spans[1:])
+        stack = np.empty((len(layers), *first.shape), first.dtype)
+        stack[0] = first
+        for number, parts in enumerate(layers[1:], 1):
+            stack[number] = self._of_layer(parts, spans[1:])
+        return stack
 
     def _of_layer(self, parts: Sequence[Tensor], spans: tuple[slice, ...]) -> np.ndarray:
         *before, last = spans
@@ -135,14 +142,14 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """Those of a folder's index, or of its one file. Raises Damaged, or OSError."""
-    if not (folder / INDEX).is_file():
-        if not (folder / WEIGHTS).is_file():
-            raise Damaged(f"it has neither {WEIGHTS} nor {INDEX}")
+    """Those of a folder's one file, or else of its index. Raises Damaged, or OSError."""
+    if (folder / WEIGHTS).is_file():
         return tensors_of(folder / WEIGHTS)
+    if not (folder / INDEX).is_file():
+        raise Damaged(f"it has neither {WEIGHTS} nor {INDEX}")
     try:
         named = json.loads((folder / INDEX).read_text())["weight_map"]
-        files = sorted(set(named.values()))
+        files = sorted({str(name) for name in named.values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{INDEX} is no index of tensors: {printable(str(error))}") from error
     if absent := [name for name in files if not (folder / name).is_file()]:
@@ -153,100 +160,136 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def joined(rows: Sequence[Row], tensors: Mapping[str, Tensor]) -> dict[str, Joined]:
-    """Parameters by path. Damaged: tensors are missing, or left over, or do not fit together."""
+def joined(
+    rows: Sequence[Row],
+    tensors: Mapping[str, Tensor],
+    skipped: Callable[[str], bool] = lambda path: False,
+) -> dict[str, Joined]:
+    """Parameters by path; those that are skipped may be missing.
+
+    Raises:
+        Damaged: Tensors are missing, or left over, or do not fit together: all of them are named.
+    """
     made: dict[str, Joined] = {}
-    problems: list[str] = []
     taken: set[str] = set()
+    absent: list[str] = []
+    misfits: list[str] = []
     for row in rows:
         layers = [row.parts]
         if row.stacked:
-            count = _layers(rows, tensors)
+            count = _layers(row, tensors)
             layers = [[name.replace("*", str(i)) for name in row.parts] for i in range(count)]
         names = [name for parts in layers for name in parts]
         taken.update(names)
-        if absent := [name for name in names if name not in tensors]:
-            problems += absent
+        if missing := [name for name in names if name not in tensors]:
+            absent += [] if skipped(row.path) else missing
             continue
         found = Joined(row, [[tensors[name] for name in parts] for parts in layers])
-        first, lasts = found.layers[0], [found.shape_of(x)[-1] for x in found.layers[0]]
-        odd = [
-            x
-            for parts in found.layers
-            for x, like in zip(parts, first, strict=True)
-            if (x.shape, x.kind) != (like.shape, like.kind)
-        ]
-        same = {(found.shape_of(x)[:-1], x.kind) for x in first}
-        if odd or len(same) > 1 or lasts != list(row.sizes or lasts[:1] * len(lasts)):
-            shapes = [f"{x.name} {x.kind} {x.shape}" for x in (*odd, *first)]
-            raise Damaged(f"tensors of {row.path} do not fit together: {some_of(shapes, _MOST)}")
-        made[row.path] = found
+        if odd := _odd(found):
+            misfits += [f"{x.name} {x.kind} {x.shape}" for x in odd]
+        else:
+            made[row.path] = found
     left = [name for name in tensors if name not in taken and not _BUFFERS.fullmatch(name)]
     left = [name for name in left if not _is_embedding_again(name, tensors)]
-    said = [f"without {some_of(problems, _MOST)}"] if problems else []
-    said += [f"with {some_of(left, _MOST)}, which no row takes"] if left else []
-    if said:
-        raise Damaged(f"it is {', and '.join(said)}")
+    problems = {
+        "it lacks {}": absent,
+        "no row takes {}": left,
+        "shapes or dtypes do not fit: {}": misfits,
+    }
+    if said := [text.format(some_of(x, _MOST)) for text, x in problems.items() if x]:
+        raise Damaged("; ".join(said))
     return made
 
 
-def _layers(rows: Sequence[Row], tensors: Mapping[str, Tensor]) -> int:
-    """How many layers there are: one more than the largest number."""
-    stacked = [name for row in rows if row.stacked for name in row.parts]
-    patterns = [re.compile(re.escape(name).replace(r"\*", r"(\d+)")) for name in stacked]
+def _odd(found: Joined) -> list[Tensor]:
+    """Tensors that are unlike those of the first layer, or those that do not fit together."""
+    row, first = found.row, found.layers[0]
+    if any(len(x.shape) < 1 + row.transposed for x in first):
+        return list(first)
+    likes = [(x.shape, x.kind) for x in first]
+    odd = [
+        x
+        for parts in found.layers
+        for x, like in zip(parts, likes, strict=True)
+        if (x.shape, x.kind) != like
+    ]
+    lasts = [found.shape_of(x)[-1] for x in first]
+    same = {(found.shape_of(x)[:-1], x.kind) for x in first}
+    fit = len(same) == 1 and lasts == list(row.sizes or lasts[:1] * len(lasts))
+    return odd if fit else [*odd, *first]
+
+
+def _layers(row: Row, tensors: Mapping[str, Tensor]) -> int:
+    """How many layers there are of a row: one more than the largest number, and at least one."""
+    patterns = [re.compile(re.escape(name).replace(r"\*", r"(\d+)")) for name in row.parts]
     found = (pattern.fullmatch(name) for pattern in patterns for name in tensors)
     return 1 + max((int(match[1]) for match in found if match), default=0)
 
 
 def _is_embedding_again(name: str, tensors: Mapping[str, Tensor]) -> bool:
     """Whether it is a head that is tied, and equal to the embedding."""
-    tied = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight")
+    tied = ("model.embed_tokens.weight", "transformer.wte.weight")
     others = [tensors[x] for x in tied if x in tensors]
     if name != "lm_head.weight" or not others or others[0].shape != tensors[name].shape:
         return False
-    everything = tuple(slice(0, n) for n in others[0].shape)
-    return others[0][everything].tobytes() == tensors[name][everything].tobytes()
+    rows, width = others[0].shape
+    for start in range(0, rows, _ROWS):
+        part = slice(start, min(start + _ROWS, rows)), slice(0, width)
+        if others[0][part].tobytes() != tensors[name][part].tobytes():
+            return False
+    return True
 
 
-def separated(rows: Sequence[Row], params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The tensors of parameters by path, which `joined` makes the same parameters of.
-
-    UsageError: rows and parameters do not fit.
-    """
-    if problems := sorted({row.path for row in rows} ^ params.keys()):
+def check(rows: Sequence[Row], paths: Collection[str]) -> None:
+    """UsageError: rows and parameters are not of the same model."""
+    if problems := sorted({row.path for row in rows} ^ set(paths)):
         raise UsageError(f"rows and parameters are not of the same model: {some_of(problems, 5)}.")
+
+
+def separated(
+    rows: Sequence[Row], params: Mapping[str, Any], dtype: Any = None
+) -> Iterator[tuple[str, Any]]:
+    """The tensors of parameters by path, which `joined` makes the same parameters of."""
+    check(rows, params)
     for row in rows:
         x = np.asarray(params[row.path])
         sizes = row.sizes or [x.shape[-1] // len(row.parts)] * len(row.parts)
         pieces = np.split(x, np.cumsum(sizes)[:-1], axis=-1)
         for name, piece in zip(row.parts, pieces, strict=True):
             whole = np.swapaxes(piece, -1, -2) if row.transposed else piece
-            if not row.stacked:
-                yield name, np.ascontiguousarray(whole)
-                continue
-            for layer, one in enumerate(whole):
-                yield name.replace("*", str(layer)), np.ascontiguousarray(one)
+            for layer, one in enumerate(whole if row.stacked else [whole]):
+                yield name.replace("*", str(layer)), np.array(one, dtype or one.dtype, order="C")
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Any]], metadata: Mapping[str, str]) -> None:
     """Writes tensors to files of at most 5 GB each, and their index if there are several."""
     from safetensors.numpy import save_file
 
-    files: list[dict[str, Any]] = [{}]
-    sizes = [0]
+    named: dict[str, int] = {}
+    waiting: dict[str, Any] = {}
+    total = size = files = 0
+
+    def save() -> None:
+        save_file(waiting, folder / f"{files}{_UNNAMED}", metadata=dict(metadata))
+        named.update(dict.fromkeys(waiting, files))
+        waiting.clear()
+
     for name, x in tensors:
-        if sizes[-1] and sizes[-1] + x.nbytes > _FILE_BYTES:
-            files.append({})
-            sizes.append(0)
-        files[-1][name] = x
-        sizes[-1] += x.nbytes
-    if len(files) == 1:
-        save_file(files[0], folder / WEIGHTS, metadata=dict(metadata))
+        if size and size + x.nbytes > _FILE_BYTES:
+            save()
+            files, size = files + 1, 0
+        waiting[name] = x
+        total, size = total + x.nbytes, size + x.nbytes
+    save()
+    files += 1
+    if files == 1:
+        (folder / f"0{_UNNAMED}").rename(folder / WEIGHTS)
         return
-    named = {}
-    for number, file in enumerate(files, 1):
-        name = f"model-{number:05}-of-{len(files):05}.safetensors"
-        save_file(file, folder / name, metadata=dict(metadata))
-        named.update(dict.fromkeys(file, name))
-    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": named}
+    names = [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
+    for i, name in enumerate(names):
+        (folder / f"{i}{_UNNAMED}").rename(folder / name)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {k: names[i] for k, i in named.items()},
+    }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -97,6 +97,8 @@ class Outer:
             raise binding_error(
                 "outer.delay", f" = {delay}, {problem}. Give fewer, or a longer round."
             )
+        if error_decay != 1 and not codec:
+            raise binding_error("outer.error_decay", f" = {error_decay}, and outer.codec is None.")
         self.every, self.fragments, self.delay = every, fragments, delay
         self._optimizer, self._mixing, self._dtype = optimizer, mixing, dtype
         self._codec, self._decay = codec, error_decay
@@ -301,7 +303,7 @@ class Replicas:
             like = params[p.path]  # of a stack maybe some layers
             lead = x.shape[: x.ndim - like.ndim]  # of each replica
             is_like = x.shape[len(lead) + p.stacked :] == like.shape[p.stacked :]
-            if not is_like or lead not in ((), (count,)):
+            if x.ndim < like.ndim or not is_like or lead not in ((), (count,)):
                 return x.update(sharding=everywhere)
             spec = PartitionSpec(*[DATA_AXIS] * len(lead), *like.sharding.spec)
             return x.update(sharding=NamedSharding(self._mesh, spec))

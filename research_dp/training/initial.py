@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -63,7 +62,7 @@ class InitialParams:
     _wanted = "the workdir of a run, a .safetensors file, or a folder of arrays that Orbax wrote"
     _advice = ", or .rename change names"
 
-    def _opened(self, strategy: Strategy) -> Source:
+    def _opened(self, config: Mapping[str, Any]) -> Source:
         """What there is. Raises Damaged, or OSError."""
         path = self._path
         if not path.exists():
@@ -80,13 +79,17 @@ class InitialParams:
         Raises:
             UsageError: They cannot be read, or their names, shapes or values are not the model's.
         """
+        states = strategy.logical_state, strategy.abstract_state
+        here, stored = (named_variables(state.params, state.model_state) for state in states)
+        return self.read(here, stored, strategy.spec.model.config, say)
+
+    def read(
+        self, here: Wanted, stored: Wanted, config: Mapping[str, Any], say: Callable[[str], None]
+    ) -> dict[str, jax.Array]:
+        """The arrays `here` by name, as they are `stored`, for a model with a `config`."""
         path = files.shown(self._path)
-        here, stored = (
-            named_variables(state.params, state.model_state)
-            for state in (strategy.logical_state, strategy.abstract_state)
-        )
         try:
-            shapes, read = checkpoint.in_all_processes(lambda: self._opened(strategy))
+            shapes, read = checkpoint.in_all_processes(lambda: self._opened(config))
             taken = self._taken({name: tuple(shape) for name, shape in shapes.items()}, here)
             wanted = {}
             for name, there in taken.items():  # in files what is stored in parts is whole
@@ -186,24 +189,52 @@ class HfCheckpoint(InitialParams):
         skip: Sequence[str] = (),
     ):
         super().__init__(folder, skip=skip)
-        self.rows = None if table is None else [Row(*row) for row in table]
+        self.rows = None if table is None else _rows(table)
 
     def config(self) -> dict[str, Any] | None:
         """The folder's configuration; None: it is not there any more, or has none."""
-        path = self._path / published.CONFIG
-        return json.loads(path.read_text()) if path.is_file() else None
+        is_there = (self._path / published.CONFIG).is_file()
+        return published.json_of(self._path) if is_there else None
 
-    def _opened(self, strategy: Strategy) -> Source:
+    def _opened(self, config: Mapping[str, Any]) -> Source:
         if not self._path.is_dir():
             raise Damaged("there is no such folder")
         if self.rows is None:
-            found = published.options_of(published.read_config(self._path))
-            own = strategy.spec.model.config.get("transformer")
+            own = config.get("transformer")
             if own is None:
                 raise Damaged(f"train.model is no transformer: {self._name}.table has to be given")
-            if apart := published.differences(found, own):
-                raise Damaged(f"it is another model than train.model: {some_of(apart, 5)}")
-        return _of_tensors(published.read(self._path, self.rows))
+            found = published.options_of(published.read_config(self._path))
+            apart = published.differences(found, own)
+            # A head that is skipped may be of another vocabulary.
+            begun = ("tied ", "vocab_size ") if self._skip else ()
+            if apart := [text for text in apart if not text.startswith(begun)]:
+                problem = f" is of another model than train.model: {some_of(apart, 5)}"
+                problem += ". Bind them in transformer."
+                raise binding_error(self._where, f" = {files.shown(self._path)}{problem}")
+
+        def skipped(path: str) -> bool:
+            return any(re.fullmatch(pattern, path) for pattern in self._skip)
+
+        return _of_tensors(published.read(self._path, self.rows, skipped))
+
+
+def _rows(table: Sequence[Sequence[Any]]) -> list[Row]:
+    """UsageError: they are no rows, or two are of the same parameter or tensor."""
+    rows = []
+    for given in table:
+        path, names, transposed = (*given, None, None, None)[:3]
+        parts = [names] if isinstance(names, str) else names
+        are_texts = isinstance(parts, list | tuple) and all(isinstance(x, str) for x in parts)
+        if not isinstance(path, str) or not are_texts or not parts or len(given) > 3:
+            problem = f": {given!r} is no row. Give (path, name or names, whether transposed)."
+            raise binding_error("hf_checkpoint.table", problem)
+        rows.append(Row(path, tuple(parts), bool(transposed)))
+    names = [name for row in rows for name in (f"parameter {row.path}", *row.names)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise binding_error("hf_checkpoint.table", f" has {some_of(twice, 5)} twice.")
+    if not rows:
+        raise binding_error("hf_checkpoint.table", " has no rows.")
+    return rows
 
 
 def _of_tensors(tensors: Mapping[str, Tensor | Joined]) -> Source:

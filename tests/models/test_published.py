@@ -5,6 +5,7 @@ import json
 import gin
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -127,6 +128,45 @@ def test_a_run_begins_with_a_folder_and_writes_one(name, files, tmp_path):
         run_from(given, tmp_path / "other", other)
 
 
+def test_a_table_is_rows(tmp_path):
+    path = folder_of("gpt2", tmp_path)
+    for table, said in (
+        ([("a",)], r"\('a',\) is no row"),
+        ([("a", [])], "is no row"),
+        ([("a", "b", True, 3)], "is no row"),
+        ([], "has no rows"),
+        ([("a", "b"), ("c", "b")], "has b twice"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            HfCheckpoint(str(path), table)
+    with pytest.raises(UsageError, match=r"it lacks none.0; no row takes .* and 32 more"):
+        model = {"a": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
+        HfCheckpoint(str(path), [("a", "none.*")]).read(model, model, {}, print)
+
+
+def test_a_head_of_another_vocabulary_is_skipped(tmp_path):
+    path = broken(folder_of("llama", tmp_path), drop=("lm_head.weight",))
+    given = {**published.options_of(models.config("llama"))}
+    strategy = decoder.build("ddp", transformer(**given))
+    found = HfCheckpoint(str(path), skip=["head/.*"]).arrays(strategy, print)
+    assert "head/table" not in found and len(found) == 8
+    with pytest.raises(UsageError, match="it lacks lm_head"):
+        HfCheckpoint(str(path)).arrays(strategy, print)
+
+
+def test_what_is_loaded_has_the_dtypes_of_the_model(tmp_path):
+    path = folder_of("llama", tmp_path)
+    weights = load_file(path / "model.safetensors")
+    narrow = {name: x.astype(ml_dtypes.bfloat16) for name, x in weights.items()}
+    save_file(narrow, path / "model.safetensors")
+    strategy = decoder.build("fsdp", transformer(**published.options_of(models.config("llama"))))
+    for given in (None, strategy):
+        params = research_dp.load_hf(path, strategy=given).params
+        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    expected = narrow["model.norm.weight"].astype(np.float32)
+    np.testing.assert_array_equal(params["norm"]["scale"], expected)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", exhaustive("gemma2"), exhaustive("qwen2")])
 def test_a_folder_comes_back_byte_for_byte(name, tmp_path):
     given = folder_of(name, tmp_path)
@@ -241,18 +281,31 @@ def broken(path, *, config=None, drop=(), add=None, **changes):
 
 NORM = "model.norm.weight"
 LAYER = "model.layers.1.mlp.up_proj.weight"
+ROPE = models.CONFIGS["llama"]["rope_scaling"]
+BAD_SHAPE = {"add": {LAYER: np.zeros((7, 32), np.float32)}}
 MISTAKES = {
-    "missing": ({"drop": (NORM, LAYER)}, [NORM, LAYER, "without"]),
-    "surplus": ({"add": {"model.extra": np.zeros(3)}}, ["model.extra", "no row takes"]),
-    "shape": ({"add": {LAYER: np.zeros((7, 32), np.float32)}}, ["do not fit together", "(7, 32)"]),
-    "dtype": ({"add": {LAYER: np.zeros((48, 32), np.float16)}}, ["do not fit together", "F16"]),
+    "missing": ({"drop": (NORM, LAYER)}, ["it lacks", NORM, LAYER]),
+    "surplus": ({"add": {"model.extra": np.zeros(3)}}, ["no row takes model.extra"]),
+    "shape": (BAD_SHAPE, ["do not fit", f"{LAYER} F32 (7, 32)"]),
+    "all": ({**BAD_SHAPE, "drop": (NORM,)}, [f"it lacks {NORM}; shapes", "(7, 32)"]),
+    "dtype": ({"add": {LAYER: np.zeros((48, 32), np.float16)}}, ["do not fit", "F16 (48, 32)"]),
+    "scalar": ({"add": {LAYER: np.array(1, np.float32)}}, ["do not fit", "F32 ()"]),
     "no JSON": ({"config": "{"}, ["config.json is no JSON"]),
-    "family": ({"model_type": "bert"}, ["model_type = 'bert'", "llama"]),
+    "list": ({"config": "[]"}, ["config.json is no JSON object"]),
+    "family": ({"model_type": ["bert"]}, ["model_type = ['bert']", "llama"]),
     "activation": ({"hidden_act": "relu"}, ["hidden_act = 'relu'", "not supported"]),
-    "rope": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["yarn"]),
+    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["yarn"]),
+    "text": ({"rope_scaling": "linear"}, ["linear"]),
+    "factor": ({"rope_scaling": {**ROPE, "factor": "x"}}, ["'factor': 'x'"]),
+    "length": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["llama3"]),
+    "nested": ({"rope_scaling": {"full_attention": ROPE}}, ["full_attention"]),
     "other layers": ({"layer_types": ["sliding_attention"] * 3}, ["layer_types"]),
-    "tied": ({"tie_word_embeddings": True}, ["lm_head.weight, which no row takes"]),
-    "size": ({"num_hidden_layers": None}, ["num_hidden_layers is missing"]),
+    "no layers": ({"layer_types": 3}, ["layer_types = 3"]),
+    "tied": ({"tie_word_embeddings": True}, ["no row takes lm_head.weight"]),
+    "size": ({"num_hidden_layers": None}, ["no num_hidden_layers"]),
+    "heads": ({"num_attention_heads": "4"}, ["num_attention_heads = '4'"]),
+    "rows": ({"vocab_size": 32}, ["embed/table is (32, 32) here and (64, 32) there"]),
+    "fewer layers": ({"num_hidden_layers": 2}, ["is (2, 32) here and (3, 32) there"]),
 }
 
 
@@ -290,7 +343,7 @@ def test_a_tied_head_that_is_in_the_file_is_the_embedding(kind, tmp_path):
     if kind == "same":
         research_dp.load_hf(path)
     else:
-        with pytest.raises(UsageError, match="weight, which no row takes"):
+        with pytest.raises(UsageError, match="no row takes lm_head"):
             research_dp.load_hf(path)
 
 
