@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -215,7 +216,8 @@ def _write_hf(workdir: Path, to: Path, step: int | None) -> int:
         jax_setup.set_up_devices(None)
         saved = read_saved(workdir, step)
         options = gin_internals.frozen("train.model").config.get("transformer")
-        begun = gin_internals.frozen("train.initial")
+        bound = gin.get_bindings("train", resolve_references=False)
+        begun = gin_internals.frozen("train.initial") if "initial" in bound else None
     rows, config = None, None
     if isinstance(begun, HfCheckpoint):
         try:

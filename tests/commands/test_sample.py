@@ -13,9 +13,9 @@ from research_dp.distributed.sharding import by_path
 from research_dp.models.transformer import transformer
 from research_dp.runs import published, tensor_files
 from research_dp.sample import main as sample
-from tests.models.test_published import folder_of
 from tests.support import published_models as models
 from tests.support.marks import exhaustive
+from tests.support.published_models import folder_of
 
 BYTES = {**models.config("llama"), "vocab_size": 256}
 

@@ -23,26 +23,10 @@ from tests.support import decoder
 from tests.support import published_models as models
 from tests.support.compilers import AS_USERS_COMPILE
 from tests.support.marks import exhaustive
+from tests.support.published_models import folder_of
 from tests.support.repository import ROOT
 
 NAMES = list(models.CONFIGS)
-
-
-def folder_of(name, path, files=1):
-    """A folder of a case, in one file or in several."""
-    weights, path = models.recorded(name)[0], path / name
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(models.config(name)))
-    if files == 1:
-        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-        return path
-    names = sorted(weights)
-    named = {key: f"part-{number % files}.safetensors" for number, key in enumerate(names)}
-    for file in set(named.values()):
-        save_file({k: weights[k] for k in names if named[k] == file}, path / file)
-    index = {"weight_map": named}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return path
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -268,6 +268,7 @@ CALLS = {
         "apply": (None, "a function?"),
         "find_units": (None, "a function?"),
         "counted": (None, "a function?"),
+        "decode": (None, "a function?"),
     },
     "accumulate_gradients": {
         "loss": (lambda *trees: sum(map(jnp.sum, jax.tree.leaves(trees))), "a function"),

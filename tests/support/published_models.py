@@ -3,6 +3,7 @@
 python -m tests.support.published_models   # records; needs torch and transformers
 """
 
+import json
 import zlib
 
 import numpy as np
@@ -64,6 +65,23 @@ def recorded(name):
     shapes = {k.partition("/")[2]: x for k, x in found.items() if k.startswith("shape/")}
     weights = {k: values(k, tuple(shape)) for k, shape in shapes.items()}
     return weights, found["logits"], found["loss"], parts
+
+
+def folder_of(name, path, files=1):
+    """A folder of a case, in one file or in several."""
+    weights, path = recorded(name)[0], path / name
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config(name)))
+    if files == 1:
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        return path
+    names = sorted(weights)
+    named = {key: f"part-{number % files}.safetensors" for number, key in enumerate(names)}
+    for file in set(named.values()):
+        save_file({k: weights[k] for k in names if named[k] == file}, path / file)
+    index = {"weight_map": named}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
 
 
 def computed(name):
