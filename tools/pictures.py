@@ -4,6 +4,7 @@ python tools/pictures.py strategies   # docs/strategies.svg, from a plan of lm_1
 python tools/pictures.py loss runs/single runs/fsdp runs/zero1   # docs/loss.svg, from metrics.jsonl
 python tools/pictures.py held_out runs/AdamW runs/Muon   # docs/held_out_loss.svg, likewise
 python tools/pictures.py ranks runs/ddp runs/rank_1   # docs/power_sgd_ranks.svg, likewise
+python tools/pictures.py replicas runs/ddp runs/diloco   # docs/replicas_loss.svg, likewise
 python tools/pictures.py links   # docs/link_speed.svg, predicted steps of lm_1b on 8 hosts
 
 The runs are the quickstart with --gin_file=strategies/NAME.gin --gin.train.log_every=10.
@@ -153,7 +154,7 @@ def draw_held_out(runs: list[Path]) -> Path:
     return save_curves(figure, axes, "held_out_loss.svg")
 
 
-def draw_ranks(runs: list[Path]) -> Path:
+def draw_inexact(runs: list[Path], *, name: str) -> Path:
     """Draws the training loss of runs, the first of them exact, each with its folder's name."""
     figure, axes = pyplot.subplots(figsize=(7, 3.2))
     for number, run in enumerate(runs):
@@ -161,7 +162,7 @@ def draw_ranks(runs: list[Path]) -> Path:
         color, dashes = (color, "-") if number else (TEXT, ":")
         axes.plot(*losses(run, "train"), label=run.name, color=color, ls=dashes)
     axes.set(xlabel="step", ylabel="training loss, nats a byte")
-    return save_curves(figure, axes, "power_sgd_ranks.svg")
+    return save_curves(figure, axes, name)
 
 
 def draw_links() -> Path:
@@ -217,7 +218,12 @@ def save(figure: Any, name: str) -> Path:
     return path
 
 
-RUNS = {"loss": draw_loss, "held_out": draw_held_out, "ranks": draw_ranks}
+RUNS: dict[str, Any] = {
+    "loss": draw_loss,
+    "held_out": draw_held_out,
+    "ranks": functools.partial(draw_inexact, name="power_sgd_ranks.svg"),
+    "replicas": functools.partial(draw_inexact, name="replicas_loss.svg"),
+}
 
 
 def main() -> None:
