@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,36 @@ _SHARE = 32  # of the memory that a chunk's float32 logits may take: one of thes
 _UNROLLED = 12  # blocks that a CPU runs without a loop, which fills and copies what it saves
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a decoder computes; fields as in `transformer`, without None for a size of its own."""
+
+    vocab_size: int
+    width: int
+    depth: int
+    heads: int
+    mlp_width: int
+    tied: bool
+    kv_heads: int
+    head_size: int
+    biases: str
+    norm: SequenceNorm
+    norm_epsilon: float
+    norm_after: bool
+    query_key_norm: bool
+    mlp: str
+    scale_embedding: bool
+    max_positions: int | None
+    rotary_base: float
+    rotary_stretch: float
+    rotary_length: int
+    window: int | None
+    window_each: int
+    score_scale: float | None
+    score_cap: float | None
+    logit_cap: float | None
+
+
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """A model of `tokens`: embedding, a stack of blocks, a norm, and a head.
@@ -35,30 +66,18 @@ class LanguageModel:
     """
 
     block: Functions  # {'x': (B, S, width), 'positions', 'segments'} -> (B, S, width)
-    # The others are as in `transformer`.
-    vocab_size: int
-    width: int
-    depth: int
-    tied: bool
+    form: Form
+    # As in `transformer`.
     dtype: str
     remat: str
     unroll: int | None
     logits_at_once: int | None
-    attended: int  # features of all heads
-    cached: tuple[int, int]  # heads of keys and values, and their features
-    norm: SequenceNorm
-    norm_epsilon: float
-    embedding_scale: float
-    max_positions: int | None
-    windows: tuple[int, int] | None  # (tokens, each of how many blocks)
-    logit_cap: float | None
-    form: Mapping[str, Any]  # options of `transformer`, for configurations of other programs
 
     def trainable(self) -> TrainableModel:
-        head = {} if self.tied else {"head": TABLE}
-        learned = {"positions": TABLE} if self.max_positions else {}
+        head = {} if self.form.tied else {"head": TABLE}
+        learned = {"positions": TABLE} if self.form.max_positions else {}
         units = {"embed": TABLE, **learned, "blocks": STACK, "norm": PART, **head}
-        facts = {"vocab_size": self.vocab_size, "transformer": self.form}
+        facts = {"vocab_size": self.form.vocab_size, "transformer": dataclasses.asdict(self.form)}
         bounds = {"tokens": "vocab_size"}
         functions = self.init, self.loss
         options: dict[str, Any] = {"counted": _counted, "decode": self.decode}
@@ -71,8 +90,8 @@ class LanguageModel:
         shapes = self._block_shapes()
         leaves, treedef = jax.tree.flatten(shapes)
         names = [path.rpartition("/")[2] for path in by_path(shapes)]
-        block_keys = jax.random.split(block_key, self.depth)
-        table, scale = (self.vocab_size, self.width), self.width**-0.5
+        block_keys = jax.random.split(block_key, self.form.depth)
+        table, scale = (self.form.vocab_size, self.form.width), self.form.width**-0.5
 
         def init_block(key: jax.Array) -> PyTree:
             """Normal matrices of variance 1 / fan_in, and norms and biases that do nothing."""
@@ -89,20 +108,23 @@ class LanguageModel:
         params = {
             "embed": {"table": scale * jax.random.normal(embed_key, table)},
             "blocks": jax.vmap(init_block)(block_keys),
-            "norm": {"scale": self._vector("scale", (self.width,))},
+            "norm": {"scale": self._vector("scale", (self.form.width,))},
         }
-        if self.norm == "layer":
-            params["norm"]["bias"] = self._vector("bias", (self.width,))
-        if self.max_positions:
-            key, learned = jax.random.fold_in(embed_key, 1), (self.max_positions, self.width)
+        if self.form.norm == "layer":
+            params["norm"]["bias"] = self._vector("bias", (self.form.width,))
+        if self.form.max_positions:
+            key, learned = (
+                jax.random.fold_in(embed_key, 1),
+                (self.form.max_positions, self.form.width),
+            )
             params["positions"] = {"table": scale * jax.random.normal(key, learned)}
-        if not self.tied:
+        if not self.form.tied:
             params["head"] = {"table": scale * jax.random.normal(head_key, table)}
         return params, {}
 
     def _vector(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         """Of a norm or a bias, such that it does nothing."""
-        is_one = name == "scale" and self.norm != "rms_plus_1"
+        is_one = name == "scale" and self.form.norm != "rms_plus_1"
         return jnp.ones(shape) if is_one else jnp.zeros(shape)
 
     def loss(
@@ -124,10 +146,12 @@ class LanguageModel:
         tokens = batch["tokens"]
         weights, targets = _target_weights(batch), jnp.roll(tokens, -1, axis=1)
         count = weights.sum() * (tokens.shape[0] // len(weights))
-        head = "embed" if self.tied else "head"
+        head = "embed" if self.form.tied else "head"
         scan_rows = functools.partial(units.scan_rows, name=head, params=params)
         chunks = self._chunks(examples_on_device(tokens.size))
-        losses = _cross_entropy(x, scan_rows, targets, self.vocab_size, chunks, self.logit_cap)
+        losses = _cross_entropy(
+            x, scan_rows, targets, self.form.vocab_size, chunks, self.form.logit_cap
+        )
         weight = jnp.broadcast_to(weights, tokens.shape).reshape(-1)
         if is_weighted:
             losses = jnp.where(weight == 0, 0.0, losses)
@@ -136,13 +160,13 @@ class LanguageModel:
 
     def _chunks(self, tokens: int) -> int:
         """In how many chunks of the vocabulary a device has its logits, one after the other."""
-        logits, at_once = self.vocab_size * tokens, self.logits_at_once
+        logits, at_once = self.form.vocab_size * tokens, self.logits_at_once
         if at_once is None:
             fits = target_memory() // (4 * _SHARE)
             at_once = max(_LOGITS, min(-(-logits // _CHUNKS), fits))
-        least = min(-(-logits // at_once), self.vocab_size)
+        least = min(-(-logits // at_once), self.form.vocab_size)
         # A divisor of the vocabulary's size, if one is below twice the least number of chunks.
-        divisors = (n for n in range(least, 2 * least) if self.vocab_size % n == 0)
+        divisors = (n for n in range(least, 2 * least) if self.form.vocab_size % n == 0)
         chunks = next(divisors, least)
         if self.logits_at_once is None:
             note("transformer.logits_at_once", f"{at_once} ({chunks} chunks of the vocabulary)")
@@ -157,8 +181,8 @@ class LanguageModel:
 
     def _logits(self, params: PyTree, x: jax.Array) -> jax.Array:
         """Of what the head takes, (B, S, width)."""
-        rows = params["embed" if self.tied else "head"]["table"].astype(x.dtype)
-        logits = capped(_logits(x.reshape(-1, self.width), rows), self.logit_cap)
+        rows = params["embed" if self.form.tied else "head"]["table"].astype(x.dtype)
+        logits = capped(_logits(x.reshape(-1, self.form.width), rows), self.form.logit_cap)
         return logits.reshape(*x.shape[:2], -1)
 
     def decode(self, params: PyTree, tokens: Any, cache: Any) -> tuple[jax.Array, PyTree]:
@@ -171,7 +195,7 @@ class LanguageModel:
         """
         tokens = jnp.asarray(tokens)
         if isinstance(cache, int):
-            shape = self.depth, len(tokens), cache, *self.cached
+            shape = self.form.depth, len(tokens), cache, self.form.kv_heads, self.form.head_size
             none = jnp.zeros(shape, self.dtype)
             cache = {"key": none, "value": none, "length": jnp.int32(0)}
         start, arrays = cache["length"], {name: cache[name] for name in ("key", "value")}
@@ -187,7 +211,7 @@ class LanguageModel:
             found: Any = self.block.apply(block_params, {}, inputs, **options)[0]
             return found
 
-        layers = params["blocks"], jnp.arange(self.depth), arrays
+        layers = params["blocks"], jnp.arange(self.form.depth), arrays
         x, arrays = jax.lax.scan(block, x, layers)
         logits = self._logits(params, self._final_norm(params, x[:, -1:]))[:, 0]
         return logits, {**arrays, "length": start + tokens.shape[1]}
@@ -215,12 +239,12 @@ class LanguageModel:
             return self.block.apply(block_params, {}, given, **options)[0]
 
         x = self._embedded(params, tokens, inputs["positions"], units, tokens.shape[1])
-        indices = jnp.arange(self.depth)
+        indices = jnp.arange(self.form.depth)
         unroll = self.unroll
         if unroll is None:
             keeps = units.gather is None and self.remat == "none"
-            is_short = self.depth <= _UNROLLED and target_platform() == "cpu"
-            unroll = self.depth if keeps and is_short else 1
+            is_short = self.form.depth <= _UNROLLED and target_platform() == "cpu"
+            unroll = self.form.depth if keeps and is_short else 1
             note("transformer.unroll", f"{unroll}")
         x = units.scan(block, "blocks", params, x, each=indices, remat=self.remat, unroll=unroll)
         return units.run(self._final_norm, ("norm",), params, x, remat="full")
@@ -230,30 +254,30 @@ class LanguageModel:
     ) -> jax.Array:
         """What the first block takes, of sequences that may have so many tokens."""
         x = units.look_up("embed", params, tokens, self.dtype)
-        if self.embedding_scale != 1:  # to unit variance; for tying, rows have that of a head
-            x = x * self.embedding_scale
-        if self.max_positions:
-            if length > self.max_positions:
-                problem = f" = {self.max_positions}, and a sequence has {length} tokens."
+        if self.form.scale_embedding:  # to unit variance; for tying, rows have that of a head
+            x = x * math.sqrt(self.form.width)
+        if self.form.max_positions:
+            if length > self.form.max_positions:
+                problem = f" = {self.form.max_positions}, and a sequence has {length} tokens."
                 raise binding_error("transformer.max_positions", problem)
             x = x + units.look_up("positions", params, positions, self.dtype)
         return x
 
     def _window(self, index: jax.Array, length: int) -> dict[str, jax.Array]:
         """The input 'window' of a block, where blocks have different ones."""
-        if not self.windows:
+        window, each = self.form.window, self.form.window_each
+        if window is None or each == 1:
             return {}
-        window, each = self.windows
         return {"window": jnp.where(index % each == 0, window, length)}
 
     def _final_norm(self, params: PyTree, x: jax.Array) -> jax.Array:
         """The norm over the last dim, computed in float32."""
         wide, norm = x.astype(jnp.float32), params["norm"]
-        if self.norm == "layer":
+        if self.form.norm == "layer":
             wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        scale = norm["scale"] + 1 if self.norm == "rms_plus_1" else norm["scale"]
-        y = unit_rms(wide, self.norm_epsilon) * scale[None, None]
-        return (y + norm["bias"][None, None] if self.norm == "layer" else y).astype(x.dtype)
+        scale = norm["scale"] + 1 if self.form.norm == "rms_plus_1" else norm["scale"]
+        y = unit_rms(wide, self.form.norm_epsilon) * scale[None, None]
+        return (y + norm["bias"][None, None] if self.form.norm == "layer" else y).astype(x.dtype)
 
     def work(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> Work:
         """Tokens and model FLOPs of a training example."""
@@ -261,14 +285,17 @@ class LanguageModel:
         matrices = sum(x.size for x in jax.tree.leaves(self._block_shapes()) if x.ndim > 1)
         # A matmul takes 2 FLOPs a weight forward and 4 backward. Attention scores and values take
         # as many for each pair of positions; masked pairs are counted.
-        per_token = 6 * (self.depth * matrices + self.vocab_size * self.width)
-        per_token += 12 * self.depth * self.attended * length
+        per_token = 6 * (self.form.depth * matrices + self.form.vocab_size * self.form.width)
+        per_token += 12 * self.form.depth * self.form.heads * self.form.head_size * length
         return Work(length, float(per_token * length), self.dtype)
 
     def _block_shapes(self) -> PyTree:
         """Shapes of one block's parameters, which do not depend on the sequence."""
         positions = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-        inputs = {"x": jax.ShapeDtypeStruct((1, 2, self.width), self.dtype), "positions": positions}
+        inputs = {
+            "x": jax.ShapeDtypeStruct((1, 2, self.form.width), self.dtype),
+            "positions": positions,
+        }
         return jax.eval_shape(lambda key: self.block.init(key, inputs)[0], seed_key(0))
 
 

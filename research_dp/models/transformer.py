@@ -22,7 +22,7 @@ from research_dp.argument_types import Count, DropoutRate, Dtype, Positive
 from research_dp.distributed.differentiable_gather import Remat
 from research_dp.distributed.mesh import target_platform
 from research_dp.errors import binding_error
-from research_dp.models.language_model import LanguageModel, capped
+from research_dp.models.language_model import Form, LanguageModel, capped
 from research_dp.models.layers import (
     Api,
     Layers,
@@ -35,8 +35,6 @@ from research_dp.types import TrainableModel
 Implementation = Literal["auto", "cudnn", "chunked", "xla"]
 Biases = Literal["none", "qkv", "all"]
 Mlp = Literal["swiglu", "geglu", "gelu"]
-# Parameters of `transformer` that change what a run costs, or trains by, and not the function.
-_NO_FORM = {"api", "dropout_rate", "dtype", "remat", "unroll", "attention", "logits_at_once"}
 _CHUNK = 256  # queries whose scores are computed at a time by 'chunked'
 
 
@@ -124,7 +122,7 @@ def transformer(
     Raises:
         UsageError: A head has an odd number of features, or `kv_heads` do not divide `heads`.
     """
-    form = {name: value for name, value in locals().items() if name not in _NO_FORM}
+    given = dict(locals())
     if head_size is None and width % heads:
         raise binding_error("transformer.heads", f" = {heads} do not divide width = {width}.")
     if (size := head_size or width // heads) % 2 and not max_positions:
@@ -135,43 +133,10 @@ def transformer(
     if attention == "cudnn" and (score_cap or (window and window_each > 1)):
         problem = " = 'cudnn' caps no scores, and has the same window in all blocks: bind 'auto'."
         raise binding_error("transformer.attention", problem)
-    parts = Block(
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads or heads,
-        head_size=size,
-        mlp_width=mlp_width,
-        biases=biases,
-        norm=norm,
-        norm_epsilon=norm_epsilon,
-        norm_after=norm_after,
-        query_key_norm=query_key_norm,
-        mlp=mlp,
-        rotary=None if max_positions else Rotary(rotary_base, rotary_stretch, rotary_length),
-        dropout_rate=dropout_rate,
-        attention=attention,
-        scores=Scores(score_scale, score_cap, window if window_each == 1 else None),
-    )
-    return LanguageModel(
-        block=network_functions(api, parts, dtype),
-        vocab_size=vocab_size,
-        width=width,
-        depth=depth,
-        tied=tied,
-        dtype=dtype,
-        remat=remat,
-        unroll=unroll,
-        logits_at_once=logits_at_once,
-        attended=parts.heads * parts.head_size,
-        cached=(parts.kv_heads, parts.head_size),
-        norm=norm,
-        norm_epsilon=norm_epsilon,
-        embedding_scale=math.sqrt(width) if scale_embedding else 1.0,
-        max_positions=max_positions,
-        windows=(window, window_each) if window and window_each > 1 else None,
-        logit_cap=logit_cap,
-        form=form,
-    ).trainable()
+    given |= {"kv_heads": kv_heads or heads, "head_size": size}
+    form = Form(**{field.name: given[field.name] for field in dataclasses.fields(Form)})
+    block = network_functions(api, Block(form, dropout_rate, attention), dtype)
+    return LanguageModel(block, form, dtype, remat, unroll, logits_at_once).trainable()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,21 +173,9 @@ _ROTARY, _PLAIN = Rotary(), Scores()
 class Block:
     """One block of the transformer; fields as in `transformer`."""
 
-    width: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    mlp_width: int
-    biases: Biases
-    norm: SequenceNorm
-    norm_epsilon: float
-    norm_after: bool
-    query_key_norm: bool
-    mlp: Mlp
-    rotary: Rotary | None
+    form: Form
     dropout_rate: float
     attention: Implementation
-    scores: Scores
 
     def __call__(self, layers: Layers, inputs: dict[str, Any]) -> Any:
         """Of 'x' (B, S, width) the same; with 'cache' also the cache with keys and values of x."""
@@ -234,34 +187,35 @@ class Block:
         return (x, cache) if "cache" in inputs else x
 
     def _norm(self, layers: Layers, name: str) -> Callable[[jax.Array], jax.Array]:
-        return layers.sequence_norm(name, self.norm, self.norm_epsilon)
+        return layers.sequence_norm(name, self.form.norm, self.form.norm_epsilon)
 
     def _added(self, layers: Layers, name: str, y: jax.Array, number: int) -> jax.Array:
         """What a half of the block adds."""
-        if self.norm_after:
+        if self.form.norm_after:
             y = self._norm(layers, f"{name}_after")(y)
         return dropout(y, self.dropout_rate, layers.keys, layer=number)
 
     def _attention(
         self, layers: Layers, x: jax.Array, inputs: dict[str, Any]
     ) -> tuple[jax.Array, Any]:
-        heads, rest = self.heads, self.heads + self.kv_heads
-        features = (rest + self.kv_heads) * self.head_size
-        qkv = layers.dense("qkv", features, use_bias=self.biases != "none")(x)
-        if self.kv_heads == heads:
+        form, heads = self.form, self.form.heads
+        rest = heads + form.kv_heads
+        features = (rest + form.kv_heads) * form.head_size
+        qkv = layers.dense("qkv", features, use_bias=form.biases != "none")(x)
+        if form.kv_heads == heads:
             qkv = qkv.reshape(*x.shape[:2], 3, heads, -1)
             query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
         else:
-            qkv = qkv.reshape(*x.shape[:2], -1, self.head_size)
+            qkv = qkv.reshape(*x.shape[:2], -1, form.head_size)
             query, key, value = qkv[:, :, :heads], qkv[:, :, heads:rest], qkv[:, :, rest:]
-        if self.query_key_norm:
+        if form.query_key_norm:
             query = self._norm(layers, "query_norm")(query)
             key = self._norm(layers, "key_norm")(key)
-        if self.rotary:
-            query, key = (rotate(x, inputs["positions"], self.rotary) for x in (query, key))
-        scores = self.scores
-        if "window" in inputs:
-            scores = dataclasses.replace(scores, window=inputs["window"])
+        if form.max_positions is None:
+            rotary = Rotary(form.rotary_base, form.rotary_stretch, form.rotary_length)
+            query, key = (rotate(x, inputs["positions"], rotary) for x in (query, key))
+        window = inputs.get("window", form.window if form.window_each == 1 else None)
+        scores = Scores(form.score_scale, form.score_cap, window)
         cache = inputs.get("cache")
         if cache is not None:
             start, new = inputs["start"], {"key": key, "value": value}
@@ -277,19 +231,19 @@ class Block:
             options: dict[str, Any] = {"implementation": self.attention, "scores": scores}
             y = attention(query, key, value, inputs.get("segments"), **options)
         y = y.reshape(*x.shape[:2], -1)
-        return layers.dense("out", self.width, use_bias=self.biases == "all")(y), cache
+        return layers.dense("out", form.width, use_bias=form.biases == "all")(y), cache
 
     def _mlp(self, layers: Layers, x: jax.Array) -> jax.Array:
-        dense = functools.partial(layers.dense, use_bias=self.biases == "all")
-        if self.mlp == "gelu":
-            return dense("down", self.width)(jax.nn.gelu(dense("up", self.mlp_width)(x)))
-        y = dense("gate_up", 2 * self.mlp_width)(x)
+        dense = functools.partial(layers.dense, use_bias=self.form.biases == "all")
+        if self.form.mlp == "gelu":
+            return dense("down", self.form.width)(jax.nn.gelu(dense("up", self.form.mlp_width)(x)))
+        y = dense("gate_up", 2 * self.form.mlp_width)(x)
         if target_platform() == "cuda":
             # Else the gradient's two halves are concatenated for each of the matmuls that take it.
             y = jax.lax.optimization_barrier(y)
         gate, up = jnp.split(y, 2, axis=-1)
-        activation = jax.nn.silu if self.mlp == "swiglu" else jax.nn.gelu
-        return dense("down", self.width)(activation(gate) * up)
+        activation = jax.nn.silu if self.form.mlp == "swiglu" else jax.nn.gelu
+        return dense("down", self.form.width)(activation(gate) * up)
 
 
 def rotate(x: jax.Array, positions: jax.Array, rotary: Rotary = _ROTARY) -> jax.Array:
