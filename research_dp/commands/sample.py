@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from research_dp.argument_types import Count, CountOrZero, MaxNorm, Seed
 from research_dp.commands.saved_run import load, load_hf
+from research_dp.data.text import load_tokenizer
 from research_dp.errors import UsageError
 from research_dp.runs.published import CONFIG
 from research_dp.types import PyTree, TrainableModel
@@ -114,15 +115,7 @@ def _bytes(vocab_size: int) -> tuple[Callable[[str], list[int]], Texts]:
 
 def _tokenizer(path: Path) -> tuple[Callable[[str], list[int]], Texts]:
     """The same for a file of Hugging Face's tokenizers."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        problem = "needs the package tokenizers: pip install 'research_dp[text]'"
-        raise UsageError(f"{path} {problem}.") from error
-    try:
-        known = Tokenizer.from_file(str(path))
-    except Exception as error:  # its errors have no class of their own
-        raise UsageError(f"--tokenizer={path} cannot be read: {error}.") from error
+    known = load_tokenizer(path, "--tokenizer")
 
     def texts(prompt: Sequence[int], tokens: Iterator[int]) -> Iterator[str]:
         seen = list(prompt)

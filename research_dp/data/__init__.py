@@ -6,6 +6,7 @@ Importing this package registers them with gin; TFDS is imported when a data set
 from research_dp.data.own_data import from_arrays, from_source
 from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.random_tokens import random_tokens
+from research_dp.data.text import text_data
 from research_dp.data.tf_data import tf_data
 from research_dp.data.tfds import random_access, tfds_data
 from research_dp.types import DataSet
@@ -18,6 +19,7 @@ __all__ = [
     "image_classification",
     "random_access",
     "random_tokens",
+    "text_data",
     "tf_data",
     "tfds_data",
 ]

@@ -114,6 +114,21 @@ def tfds_data(
     inputs = preprocess(builder.info.features)
     splits = reader(builder, train_split, eval_split, inputs)
 
+    return data_of(builder, name, (train_split, eval_split), inputs, splits, download=download)
+
+
+def data_of(
+    builder: Any,
+    name: str,
+    names: tuple[str, str],
+    inputs: Preprocess,
+    splits: types.Splits,
+    *,
+    download: bool,
+) -> types.DataSet:
+    """The data set of a builder, whose splits of these names a reader has made `splits` of."""
+    train_split, eval_split = names
+
     @functools.cache
     def ready() -> None:
         prepare(builder, download)
@@ -130,7 +145,7 @@ def tfds_data(
     @functools.cache
     def identity() -> types.DataIdentity:
         ready()
-        return identity_of(builder, (train_split, eval_split))
+        return identity_of(builder, names)
 
     # Now, if the splits are known; else after preparation.
     check_splits(builder, train_split=train_split, eval_split=eval_split)
