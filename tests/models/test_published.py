@@ -51,7 +51,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name, tmp_path):
         np.testing.assert_allclose(models.along(key, x), parts[key], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # torch is no extra: its wheels take 5 GB
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_recorded_is_what_transformers_computes(name):
     pytest.importorskip("torch")
