@@ -36,9 +36,7 @@ def find_builder(
     import tensorflow_datasets as tfds  # late: it is slow to import
 
     quieten_tfds()
-    if not data_dir and os.environ.get("TFDS_DATA_DIR") == "":
-        # As if it were not set; TFDS would take the current folder.
-        data_dir = os.path.expanduser("~/tensorflow_datasets")
+    data_dir = folder_of_data(data_dir)
     if name.split("/")[0] in _OFFLINE:
         importlib.import_module("research_dp.data.offline")  # registers them
     try:
@@ -56,6 +54,14 @@ def find_builder(
         # E.g. an unknown config or version. TFDS prints its own arguments before the reason.
         reason = _one_line(str(error).rpartition('}": ')[2])
         raise binding_error("tfds_data.name", f" = {name!r}: {reason}") from error
+
+
+def folder_of_data(data_dir: str | None) -> str | None:
+    """Where TFDS is to keep data; None: where it does by default."""
+    if not data_dir and os.environ.get("TFDS_DATA_DIR") == "":
+        # As if it were not set; TFDS would take the current folder.
+        return os.path.expanduser("~/tensorflow_datasets")
+    return data_dir
 
 
 def prepare(builder: Any, download: bool) -> None:

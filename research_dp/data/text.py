@@ -77,6 +77,7 @@ def text_data(
     offline = importlib.import_module("research_dp.data.offline")  # late: it imports TFDS
     builders.quieten_tfds()
     config = offline.PackedTextConfig(name, length, rows)
+    data_dir = builders.folder_of_data(data_dir)
     builder = offline.PackedText(data_dir=data_dir, config=config, file_format="array_record")
 
     def example(raw: Mapping[str, Any], rng: Any) -> types.Arrays:

@@ -252,18 +252,15 @@ def config_of(kind: str, options: Options) -> dict[str, Any]:
 
 def read(
     folder: Path,
-    rows: Sequence[Row] | None = None,
-    skipped: Callable[[str], bool] = lambda path: False,
+    rows: Sequence[Row],
+    skipped: Callable[[str], bool],
 ) -> dict[str, Joined]:
-    """The parameters that a folder's tensors are, by path, by its family's rows or by others.
+    """The parameters that a folder's tensors are, by path; see `tensor_files.joined`.
 
     Raises:
         Damaged: It is no such folder, or tensors are missing, left over, or do not fit.
         OSError: It cannot be read.
     """
-    if rows is None:
-        config = read_config(folder)
-        rows = FAMILIES[config["model_type"]].rows_of(options_of(config))
     tensors = tensors_in(folder)
     if rows[0].parts[0].startswith("transformer.") and "wte.weight" in tensors:
         tensors = {f"transformer.{name}": x for name, x in tensors.items()}  # of the first GPT-2

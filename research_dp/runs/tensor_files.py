@@ -163,7 +163,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 def joined(
     rows: Sequence[Row],
     tensors: Mapping[str, Tensor],
-    skipped: Callable[[str], bool] = lambda path: False,
+    skipped: Callable[[str], bool],
 ) -> dict[str, Joined]:
     """Parameters by path; those that are skipped may be missing.
 

@@ -25,6 +25,7 @@ from research_dp.argument_types import (
     Count,
     CountOrZero,
     Dtype,
+    Fraction,
     Limit,
     Positive,
     Transform,
@@ -47,9 +48,6 @@ from research_dp.types import PyTree
 BelowOne = Annotated[
     float, Limit(lambda x: is_number(x) and 0 <= x < 1, "a number from 0, below 1")
 ]
-
-
-Share = Annotated[float, Limit(lambda x: is_number(x) and 0 <= x <= 1, "a number from 0 to 1")]
 
 
 @gin.register("outer", module="strategies")
@@ -86,7 +84,7 @@ class Outer:
         delay: CountOrZero = 0,
         mixing: BelowOne = 0.0,
         codec: Codec | None = None,
-        error_decay: Share = 1.0,
+        error_decay: Fraction = 1.0,
     ):
         if codec and (dtype or codec.rounding != "nearest"):
             why = "with outer.dtype: bind one" if dtype else "draws: it has to round to the nearest"

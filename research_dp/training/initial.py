@@ -199,11 +199,14 @@ class HfCheckpoint(InitialParams):
     def _opened(self, config: Mapping[str, Any]) -> Source:
         if not self._path.is_dir():
             raise Damaged("there is no such folder")
-        if self.rows is None:
+        rows = self.rows
+        if rows is None:
             own = config.get("transformer")
             if own is None:
                 raise Damaged(f"train.model is no transformer: {self._name}.table has to be given")
-            found = published.options_of(published.read_config(self._path))
+            there = published.read_config(self._path)
+            found = published.options_of(there)
+            rows = published.FAMILIES[there["model_type"]].rows_of(found)
             apart = published.differences(found, own)
             # A head that is skipped may be of another vocabulary.
             begun = ("tied ", "vocab_size ") if self._skip else ()
@@ -215,7 +218,7 @@ class HfCheckpoint(InitialParams):
         def skipped(path: str) -> bool:
             return any(re.fullmatch(pattern, path) for pattern in self._skip)
 
-        return _of_tensors(published.read(self._path, self.rows, skipped))
+        return _of_tensors(published.read(self._path, rows, skipped))
 
 
 def _rows(table: Sequence[Sequence[Any]]) -> list[Row]:
