@@ -35,7 +35,6 @@ from research_dp.errors import UsageError, some_of
 from research_dp.strategies import Strategy, TrainState, slots
 from research_dp.strategies.batch_losses import order_dependence
 from research_dp.strategies.state import resize_slots
-from research_dp.strategies.strategy import init_key
 from research_dp.types import DataSet
 
 MAX_UNJUDGED = 0.01  # of the squared norm of the gradients
@@ -85,8 +84,8 @@ def certify(
         f"{steps} steps of {bench.spec.batch_size} examples of {data.name}"
     )
     report(f"Compiling {strategy.name} and {oracle.name}")
-    key = init_key(bench.spec.seed)
-    actual, initial = (x.logical(to_host(x.init(key))) for x in (strategy, oracle))
+    both = strategy, oracle
+    actual, initial = (x.logical(to_host(bench.first_state(x))) for x in both)
     if strategy.algorithm != oracle.algorithm:
         certificate.algorithm = strategy.algorithm or f"of {oracle.name}: {oracle.algorithm}"
     unnamed = ", ".join(costs.unnamed_dtypes(strategy, dtypes))

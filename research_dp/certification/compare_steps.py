@@ -20,7 +20,6 @@ from research_dp.strategies import Strategy, TrainState
 from research_dp.strategies import slots as contracts
 from research_dp.strategies.state import of_layout
 from research_dp.strategies.step import step_of
-from research_dp.strategies.strategy import init_key
 from research_dp.training.replica_check import differing_axes
 from research_dp.types import DataSet, EvalOrder
 
@@ -248,7 +247,7 @@ class FreeRun:
 
     def __init__(self, bench: Bench, start: TrainState):
         self._bench = bench
-        self.state = bench.strategy.init(init_key(bench.spec.seed))
+        self.state = bench.first_state(bench.strategy)
         self._noisy = NoisyTrajectories(bench, start, _NOISY)
 
     def step(self, oracle: StepComparison) -> list[Difference]:

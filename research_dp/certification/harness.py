@@ -38,6 +38,7 @@ from research_dp.strategies import (
 )
 from research_dp.strategies.state import init_slots
 from research_dp.strategies.strategy import init_key
+from research_dp.training.initial import InitialParams
 from research_dp.training.throughput import accumulate
 from research_dp.types import HostSums, LossOutput
 
@@ -120,6 +121,12 @@ class Bench:
     spec: TrainSpec
     precision: float = EPS  # epsilon of the coarsest dtype of gradients before they are summed
     gather_dtype: str | None = None  # of the strategy; the oracle rounds sharded parameters to it
+    initial: InitialParams | None = None  # None: from the seed
+
+    def first_state(self, strategy: Strategy) -> TrainState:
+        """A strategy's state before the first step, on its devices."""
+        arrays = self.initial and self.initial.arrays(strategy, lambda line: None)
+        return strategy.init(init_key(self.spec.seed), arrays)
 
     @functools.cached_property
     def strategy(self) -> Strategy:

@@ -17,7 +17,6 @@ from research_dp.certification.tolerances import EPS, Named, gap, named
 from research_dp.console import Report, silent
 from research_dp.errors import UsageError
 from research_dp.strategies import TrainState
-from research_dp.strategies.strategy import init_key
 from research_dp.training.batches import train_order
 from research_dp.types import DataSet, EvalOrder, HostSums
 
@@ -188,7 +187,7 @@ def measure(
         UsageError: A loss, gradient norm or parameter is not finite, or the data end before.
     """
     report(f"Compiling {bench.oracle.name}")
-    state = harness.to_host(bench.oracle.init(init_key(bench.spec.seed)))
+    state = harness.to_host(bench.first_state(bench.oracle))
     trajectories = NoisyTrajectories(bench, state, _NOISY)
     figures: list[list[list[float]]] = []  # by step, trajectory and metric
     evaluations: dict[int, Mapping[str, float]] = {}

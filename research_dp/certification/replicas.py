@@ -35,7 +35,6 @@ from research_dp.errors import some_of
 from research_dp.strategies import PlacedBatch, Strategy, TrainState
 from research_dp.strategies.jaxpr_collectives import collectives, of_step
 from research_dp.strategies.outer import one_of
-from research_dp.strategies.strategy import init_key
 from research_dp.types import DataSet
 
 EVERY = 2  # steps of the rounds that are tried, for each fragment
@@ -89,7 +88,7 @@ def check_rounds(certificate: Certificate, bench: Bench, data: DataSet, report: 
     met = {c.dtype for c in of_step(strategy) if DATA_AXIS in c.axes}
     near, steps = _NEAR if met <= {"float32"} else _NEAR_NARROW, 2 * outer.every + 1
     batches = list(train_batches(bench, data, steps + 2))
-    first = state = strategy.logical(to_host(strategy.init(init_key(bench.spec.seed))))
+    first = state = strategy.logical(to_host(bench.first_state(strategy)))
     for number in range(steps):
         report("Comparing rounds", f"step {number + 1} of {steps}")
         new = run_step(strategy, state, batches[number]).state

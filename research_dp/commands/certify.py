@@ -25,10 +25,11 @@ from research_dp.errors import UsageError, binding_error
 from research_dp.models import mlp
 from research_dp.strategies import StrategyConfig, TrainSpec
 from research_dp.training import python_objects
+from research_dp.training.initial import InitialParams
 from research_dp.training.train import configured
 from research_dp.types import DataSet
 
-Run = tuple[StrategyConfig, TrainSpec, DataSet]
+Run = tuple[StrategyConfig, TrainSpec, DataSet, InitialParams | None]
 QUICK_STEPS = 4
 
 
@@ -115,7 +116,7 @@ def command(*, json_file: str | None = None, verbose: bool = False, **options: A
 
 def bench_of(config: load.Config, against: str, described: Run) -> tuple[Bench, DataSet]:
     """The bench of a run that is loaded, against a shipped strategy or a file; and its data."""
-    strategy, spec, data = described
+    strategy, spec, data, initial = described
     oracle = _oracle(against, spec)
     gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
     bench = Bench(
@@ -124,6 +125,7 @@ def bench_of(config: load.Config, against: str, described: Run) -> tuple[Bench, 
         spec=spec,
         precision=precision_of(config.bound()),
         gather_dtype=gathered[-1] if gathered else None,
+        initial=initial,
     )
     return bench, data
 
@@ -171,7 +173,7 @@ def _small_run() -> Run:
         max_grad_norm=0.5,
         seed=3,
     )
-    return strategy.resolve(spec), spec, data
+    return strategy.resolve(spec), spec, data, None
 
 
 def _bound_strategy() -> StrategyConfig:

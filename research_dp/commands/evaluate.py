@@ -64,7 +64,7 @@ def _evaluated(
     jax_setup.set_up_compilation_cache()
     saved = read_saved(folder, step)
     refuse_several_processes("evaluate", "Give --cpu_devices.", binding="")
-    config, spec, data = configured()
+    config, spec, data, _ = configured()
     strategy = config.build(dataclasses.replace(spec, frozen=()))  # nothing is trained here
     saved_run.check_same_model(saved, strategy)
     like = strategy.abstract_state

@@ -182,13 +182,13 @@ def train(
         return DONE if trainer.run(make_state) == num_steps else STOPPED
 
 
-def configured() -> tuple[StrategyConfig, TrainSpec, DataSet]:
-    """The run that gin's bindings describe: its strategy, what that is built for, and its data."""
+def configured() -> tuple[StrategyConfig, TrainSpec, DataSet, InitialParams | None]:
+    """The run of gin's bindings: strategy, what that is built for, data, first parameters."""
     parameters = inspect_module.signature(inspect_module.unwrap(train)).parameters
     bound = gin.get_bindings("train")
     settings = {name: bound.get(name, p.default) for name, p in parameters.items()}
     spec = spec_of(settings)
-    return settings["strategy"].resolve(spec), spec, settings["data"]
+    return settings["strategy"].resolve(spec), spec, settings["data"], settings["initial"]
 
 
 class _Spec(TrainSpec):

@@ -155,7 +155,7 @@ def test_finished_runs_of_digits(command, tmp_path, data_dir, monkeypatch):
             params[name] = by_path(research_dp.load(folder).params)
     monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
     load.load(list(DIGITS), [f"train.num_steps = {LONG}"])
-    single, spec, data = configured()
+    single, spec, data, _ = configured()
     found = measure(Bench(config=single, against=single, spec=spec), data, steps=LONG)
 
     def worst(one, other, metric):

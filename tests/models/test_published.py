@@ -74,22 +74,25 @@ def bytes_of(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-def run_from(folder, workdir, options, *bindings):
-    """A run whose learning rate is 0, from a folder."""
+def run_of(folder, options, stem="fsdp"):
+    """Arguments of a run whose learning rate is 0, from a folder."""
     given = {
         "train.initial": "@hf_checkpoint()",
         "hf_checkpoint.folder": str(folder),
         **{"train.num_steps": 1, "train.batch_size": 8, "shard_params.min_weight_size": 64},
     }
     given |= {f"transformer.{name}": value for name, value in options.items()}
-    return research_dp.run(
-        ["runs/lm_stdlib.gin", "strategies/fsdp.gin"],
-        {**given, "transformer.remat": "full", **dict(bindings)},
-        workdir=workdir,
-        data=research_dp.from_arrays({"tokens": np.tile(models.tokens(), (8, 1))}),
-        optimizer=optax.sgd(0.0),
-        allow_unused=True,
-    )
+    return {
+        "gin_files": ["runs/lm_stdlib.gin", f"strategies/{stem}.gin"],
+        "bindings": {**given, "transformer.remat": "full"},
+        "data": research_dp.from_arrays({"tokens": np.tile(models.tokens()[:1], (16, 1))}),
+        "optimizer": optax.sgd(0.0),
+        "allow_unused": True,
+    }
+
+
+def run_from(folder, workdir, options):
+    return research_dp.run(**run_of(folder, options), workdir=workdir)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +221,18 @@ def test_an_index_of_several_files_is_read_onto_shards(tmp_path):
         like = by_path(strategy.abstract_state.params)[path]
         assert x.sharding == like.sharding
         np.testing.assert_array_equal(x, expected[path])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", ["zero1", exhaustive("fsdp"), exhaustive("ddp")])
+def test_what_begins_with_a_folder_is_certified(stem, tmp_path):
+    path = folder_of("llama", tmp_path)
+    options = published.options_of(models.config("llama"))
+    found = research_dp.certify(**run_of(path, options, stem), steps=1)
+    assert found.certified, str(found)
+    model, params = research_dp.load_hf(path)
+    out = model.loss(params, {}, {"tokens": models.tokens()[:1]}, None, train=True)
+    np.testing.assert_allclose(found.as_json()["steps"][0]["loss"], out.total / out.weight, 1e-5)
 
 
 EXACT = ("single", "ddp", "zero1", "fsdp", "hsdp_zero1")  # others are much like these

@@ -348,7 +348,7 @@ from research_dp.strategies.state import init_state
 from research_dp.training.train import configured
 
 load.load(sys.argv[1:])
-config, spec, _ = configured()
+config, spec, *_ = configured()
 strategy = config.build(spec)
 found = strategy.init(7)
 plain = jax.jit(functools.partial(init_state, strategy.config, strategy.spec))(7)
