@@ -23,7 +23,7 @@ from research_dp.commands import configured, jax_setup
 from research_dp.commands.configured import usage_error
 from research_dp.config import gin_internals
 from research_dp.distributed.sharding import as_stored, by_path, fitted, is_key, key_data
-from research_dp.errors import UsageError, printable
+from research_dp.errors import UsageError, binding_error, printable
 from research_dp.models.transformer import transformer
 from research_dp.runs import published, tensor_files
 from research_dp.runs.checkpoint import SavedState, read_saved
@@ -138,6 +138,9 @@ def load_hf(
             by_path(state.params) for state in (strategy.logical_state, strategy.abstract_state)
         )
     arrays = HfCheckpoint(str(path)).read(here, stored, model.config, lambda text: None)
+    if stored.keys() != arrays.keys():
+        problem = " > 0: no folder has adapters. A run begins them, by train.initial."
+        raise binding_error("transformer.lora_rank", problem)
     arrays = {name: x.astype(stored[name].dtype) for name, x in arrays.items()}
     return LoadedModel(model, unflatten_dict(arrays, sep="/"), {}, 0)
 
@@ -236,6 +239,8 @@ def _write_hf(workdir: Path, to: Path, step: int | None) -> int:
     named = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
     dtype = jnp.dtype(named if named in ("bfloat16", "float16") else "float32")
     params = by_path(saved.params)
+    if options and options["lora_rank"]:
+        params = published.merged(params, options)
     tensor_files.check(rows, params)
     with usage_error(f"--export={to} cannot be written"):
         to.mkdir(parents=True)

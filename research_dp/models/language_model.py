@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.mesh import examples_on_device, note, target_memory, target_platform
@@ -23,6 +24,7 @@ from research_dp.types import Batch, Functions, LossOutput, PyTree, TrainableMod
 _LOGITS = 2**23  # that a chunk of the vocabulary has, unless chunks were then more than these
 _CHUNKS = 8  # each of which costs three collectives, where the head is sharded
 _SHARE = 32  # of the memory that a chunk's float32 logits may take: one of these
+ADAPTER = "_lora_"  # between the name of a dense layer and that of its adapter's half: a, b
 _UNROLLED = 12  # blocks that a CPU runs without a loop, which fills and copies what it saves
 
 
@@ -54,6 +56,8 @@ class Form:
     score_scale: float | None
     score_cap: float | None
     logit_cap: float | None
+    lora_rank: int
+    lora_alpha: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,23 +91,22 @@ class LanguageModel:
         """Parameters, with the same bits for Linen and NNX blocks; no model state."""
         assert batch["tokens"].ndim == 2  # no parameter depends on their number
         embed_key, block_key, head_key = jax.random.split(key, 3)
-        shapes = self._block_shapes()
-        leaves, treedef = jax.tree.flatten(shapes)
-        names = [path.rpartition("/")[2] for path in by_path(shapes)]
+        shapes = by_path(self._block_shapes())
+        # Adapters last, so that the others are as without them.
+        paths = sorted(shapes, key=lambda path: ADAPTER in path)
         block_keys = jax.random.split(block_key, self.form.depth)
         table, scale = (self.form.vocab_size, self.form.width), self.form.width**-0.5
 
         def init_block(key: jax.Array) -> PyTree:
-            """Normal matrices of variance 1 / fan_in, and norms and biases that do nothing."""
-            params = [
-                jax.random.normal(k, x.shape, x.dtype) * x.shape[0] ** -0.5
-                if x.ndim > 1
-                else self._vector(name, x.shape).astype(x.dtype)
-                for k, x, name in zip(
-                    jax.random.split(key, len(leaves)), leaves, names, strict=True
-                )
-            ]
-            return jax.tree.unflatten(treedef, params)
+            """Normal matrices of variance 1 / fan_in; norms, biases and adapters do nothing."""
+            params = {}
+            for path, k in zip(paths, jax.random.split(key, len(paths)), strict=True):
+                x, (above, _, name) = shapes[path], path.rpartition("/")
+                if x.ndim > 1 and not above.endswith(f"{ADAPTER}b"):
+                    params[path] = jax.random.normal(k, x.shape, x.dtype) * x.shape[0] ** -0.5
+                else:
+                    params[path] = self._vector(name, x.shape).astype(x.dtype)
+            return unflatten_dict(params, sep="/")
 
         params = {
             "embed": {"table": scale * jax.random.normal(embed_key, table)},

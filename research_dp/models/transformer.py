@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Count, DropoutRate, Dtype, Positive
+from research_dp.argument_types import Count, CountOrZero, DropoutRate, Dtype, Positive
 from research_dp.distributed.differentiable_gather import Remat
 from research_dp.distributed.mesh import target_platform
 from research_dp.errors import binding_error
-from research_dp.models.language_model import Form, LanguageModel, capped
+from research_dp.models.language_model import ADAPTER, Form, LanguageModel, capped
 from research_dp.models.layers import (
     Api,
     Layers,
@@ -67,6 +67,8 @@ def transformer(
     score_scale: Positive | None = None,
     score_cap: Positive | None = None,
     logit_cap: Positive | None = None,
+    lora_rank: CountOrZero = 0,
+    lora_alpha: Positive = 16.0,
     dropout_rate: DropoutRate = 0.0,
     dtype: Dtype = "float32",
     remat: Remat = "full",
@@ -108,6 +110,9 @@ def transformer(
         score_scale: Factor of attention scores; None: one over the root of `head_size`.
         score_cap: Attention scores x become cap * tanh(x / cap) (Gemma 2, arXiv 2408.00118).
         logit_cap: The same for logits.
+        lora_rank: Rank of the adapters of the dense layers of blocks (Hu et al., arXiv 2106.09685),
+            which add nothing at first; 0: none. That of query, key and value is one.
+        lora_alpha: What adapters add is times this over `lora_rank`.
         dropout_rate: Dropout on what each half of a block adds.
         dtype: Compute dtype; parameters are float32.
         remat: What a block saves for its backward pass besides its input: 'full' nothing, 'dots'
@@ -189,6 +194,17 @@ class Block:
     def _norm(self, layers: Layers, name: str) -> Callable[[jax.Array], jax.Array]:
         return layers.sequence_norm(name, self.form.norm, self.form.norm_epsilon)
 
+    def _dense(
+        self, layers: Layers, name: str, features: int, use_bias: bool
+    ) -> Callable[[jax.Array], jax.Array]:
+        """A dense layer, with an adapter beside it if there are any."""
+        dense, rank = layers.dense(name, features, use_bias=use_bias), self.form.lora_rank
+        if not rank:
+            return dense
+        narrow = layers.dense(f"{name}{ADAPTER}a", rank, use_bias=False)
+        wide = layers.dense(f"{name}{ADAPTER}b", features, use_bias=False)
+        return lambda x: dense(x) + wide(narrow(x)) * (self.form.lora_alpha / rank)
+
     def _added(self, layers: Layers, name: str, y: jax.Array, number: int) -> jax.Array:
         """What a half of the block adds."""
         if self.form.norm_after:
@@ -201,7 +217,7 @@ class Block:
         form, heads = self.form, self.form.heads
         rest = heads + form.kv_heads
         features = (rest + form.kv_heads) * form.head_size
-        qkv = layers.dense("qkv", features, use_bias=form.biases != "none")(x)
+        qkv = self._dense(layers, "qkv", features, form.biases != "none")(x)
         if form.kv_heads == heads:
             qkv = qkv.reshape(*x.shape[:2], 3, heads, -1)
             query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
@@ -231,10 +247,10 @@ class Block:
             options: dict[str, Any] = {"implementation": self.attention, "scores": scores}
             y = attention(query, key, value, inputs.get("segments"), **options)
         y = y.reshape(*x.shape[:2], -1)
-        return layers.dense("out", form.width, use_bias=form.biases == "all")(y), cache
+        return self._dense(layers, "out", form.width, form.biases == "all")(y), cache
 
     def _mlp(self, layers: Layers, x: jax.Array) -> jax.Array:
-        dense = functools.partial(layers.dense, use_bias=self.form.biases == "all")
+        dense = functools.partial(self._dense, layers, use_bias=self.form.biases == "all")
         if self.form.mlp == "gelu":
             return dense("down", self.form.width)(jax.nn.gelu(dense("up", self.form.mlp_width)(x)))
         y = dense("gate_up", 2 * self.form.mlp_width)(x)

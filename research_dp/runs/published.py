@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from research_dp.argument_types import is_integer, is_number
 from research_dp.errors import UsageError, printable, some_of
@@ -19,6 +22,7 @@ from research_dp.runs.manifest import Damaged
 from research_dp.runs.tensor_files import Joined, Row, joined, tensors_in
 
 CONFIG = "config.json"
+ADAPTER = re.compile(r".*_lora_[ab]/.*")  # of a dense layer, which no folder has
 Options = Mapping[str, Any]  # of `models.transformer`, and of a configuration
 
 # Of the decoder, and their defaults, but those that every configuration has.
@@ -248,6 +252,17 @@ def config_of(kind: str, options: Options) -> dict[str, Any]:
         config["query_pre_attn_scalar"] = round(scale)  # transformers takes integers alone
         config["layer_types"] = _layer_types({**o, "window_each": 2})
     return config
+
+
+def merged(params: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """Parameters by path without adapters: kernels have what these add, in float32."""
+    base = {path: x for path, x in params.items() if not ADAPTER.fullmatch(path)}
+    for narrow in params.keys() - base.keys():
+        if "_lora_a/" in narrow:
+            path, wide = narrow.replace("_lora_a/", "/"), narrow.replace("_lora_a/", "_lora_b/")
+            kernel, a, b = (np.asarray(params[x], np.float32) for x in (path, narrow, wide))
+            base[path] = kernel + np.float32(options["lora_alpha"] / options["lora_rank"]) * (a @ b)
+    return base
 
 
 def read(

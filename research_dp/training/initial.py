@@ -61,6 +61,7 @@ class InitialParams:
     _name, _where = "initial_params", "initial_params.path"
     _wanted = "the workdir of a run, a .safetensors file, or a folder of arrays that Orbax wrote"
     _advice = ", or .rename change names"
+    _anew = re.compile("(?!)")  # begins at the seed, where the source lacks it
 
     def _opened(self, config: Mapping[str, Any]) -> Source:
         """What there is. Raises Damaged, or OSError."""
@@ -134,7 +135,8 @@ class InitialParams:
             if name in skipped:
                 continue
             if name not in found:
-                if needs_state or not name.startswith(MODEL_STATE):
+                is_missing = needs_state or not name.startswith(MODEL_STATE)
+                if is_missing and not self._anew.fullmatch(name):
                     problems.append(f"{name} {x.shape} is not in it")
             elif shapes[found[name]] != x.shape:
                 problems.append(f"{name} is {x.shape} here and {shapes[found[name]]} there")
@@ -169,6 +171,7 @@ class HfCheckpoint(InitialParams):
     """A run's first parameters, of a folder in Hugging Face's layout: `train.initial`.
 
     Each device reads its own parts of the tensors, in their dtype, and casts them to the model's.
+    Adapters, of `transformer.lora_rank`, begin at the seed.
 
     Args:
         folder: With `config.json`, and `model.safetensors` or its index.
@@ -180,7 +183,7 @@ class HfCheckpoint(InitialParams):
 
     _name, _where = "hf_checkpoint", "hf_checkpoint.folder"
     _wanted = "a folder with config.json and model.safetensors or its index"
-    _advice = ""
+    _advice, _anew = "", published.ADAPTER
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.sharding import by_path
 from research_dp.models.transformer import transformer
 from research_dp.runs import published, tensor_files
+from research_dp.strategies.frozen import freeze
 from research_dp.strategies.strategy import init_key
 from research_dp.training.initial import HfCheckpoint
 from tests.support import decoder
@@ -74,8 +75,8 @@ def bytes_of(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-def run_of(folder, options, stem="fsdp"):
-    """Arguments of a run whose learning rate is 0, from a folder."""
+def run_of(folder, options, stem="fsdp", rate=0.0):
+    """Arguments of a run from a folder."""
     given = {
         "train.initial": "@hf_checkpoint()",
         "hf_checkpoint.folder": str(folder),
@@ -86,7 +87,7 @@ def run_of(folder, options, stem="fsdp"):
         "gin_files": ["runs/lm_stdlib.gin", f"strategies/{stem}.gin"],
         "bindings": {**given, "transformer.remat": "full"},
         "data": research_dp.from_arrays({"tokens": np.tile(models.tokens()[:1], (16, 1))}),
-        "optimizer": optax.sgd(0.0),
+        "optimizer": optax.sgd(rate),
         "allow_unused": True,
     }
 
@@ -113,6 +114,54 @@ def test_a_run_begins_with_a_folder_and_writes_one(name, files, tmp_path):
     other = {**published.options_of(models.config(name)), "norm_epsilon": 0.5}
     with pytest.raises(UsageError, match=r"another model than train.model: norm_epsilon .* of 0.5"):
         run_from(given, tmp_path / "other", other)
+
+
+ALL_BUT_ADAPTERS = "(?!.*_lora_).*"
+
+
+@pytest.mark.parametrize("api", ["linen", exhaustive("nnx")])
+def test_adapters_add_nothing_at_first_and_leave_the_rest_at_its_seed(api, tmp_path):
+    options = {**published.options_of(models.config("qwen2")), "api": api}
+    batch = {"tokens": jnp.asarray(models.tokens())}
+    base, model = transformer(**options), transformer(**options, lora_rank=3)
+    params, more = (x.init(jax.random.key(0), batch)[0] for x in (base, model))
+    plain, found = by_path(params), by_path(more)
+    assert len(found) == len(plain) + 2 * 4
+    for path, x in found.items():
+        if path in plain:
+            np.testing.assert_array_equal(x, plain[path])
+        else:
+            assert x.any() == ("_lora_a/" in path)
+    logits = (np.asarray(x.apply(p, batch["tokens"])) for x, p in ((base, params), (model, more)))
+    assert next(logits).tobytes() == next(logits).tobytes()
+    with pytest.raises(UsageError, match=r"transformer.lora_rank > 0: no folder has adapters"):
+        research_dp.load_hf(folder_of("llama", tmp_path), lora_rank=2)
+
+
+def test_adapters_are_trained_by_themselves_and_merged_where_they_are_exported(tmp_path):
+    path, back = folder_of("llama", tmp_path), tmp_path / "back"
+    options = {**published.options_of(models.config("llama")), "lora_rank": 2, "lora_alpha": 6.0}
+    run = run_of(path, options, rate=0.5)
+    run["bindings"] |= {"train.num_steps": 3, "train.frozen": ALL_BUT_ADAPTERS}
+    research_dp.run(**run, workdir=tmp_path / "run")
+    research_dp.export(tmp_path / "run", back, hf=True)
+    model, params = research_dp.load(tmp_path / "run")
+    base = by_path(research_dp.load_hf(path).params)
+    tuned, merged = by_path(params), by_path(research_dp.load_hf(back).params)
+    for name, x in base.items():
+        np.testing.assert_array_equal(tuned[name], x)
+        if name.endswith("kernel"):
+            first, second = (tuned[name.replace("/k", f"_lora_{half}/k")] for half in "ab")
+            added = np.stack([3.0 * (a @ b) for a, b in zip(first, second, strict=True)])
+            assert np.abs(added).max() > 1e-4
+            x = x + added
+        np.testing.assert_allclose(merged[name], x, rtol=1e-6, atol=1e-7)
+    tokens = models.tokens()
+    expected = model.apply(params, tokens)
+    plain = research_dp.load_hf(back)
+    np.testing.assert_allclose(plain.model.apply(plain.params, tokens), expected, atol=1e-5)
+    cached, _ = model.decode(params, tokens, tokens.shape[1])
+    np.testing.assert_allclose(cached, expected[:, -1], atol=1e-5)
 
 
 def test_a_table_is_rows(tmp_path):
@@ -181,9 +230,9 @@ def test_defaults_are_those_of_the_decoder():
     form = transformer(vocab_size=8, width=8, heads=2).config["transformer"]
     sizes = {name: form[name] for name in ("vocab_size", "width", "depth", "heads", "mlp_width")}
     assert published.complete(sizes) == published.complete(form)
-    assert published.complete(sizes).keys() == form.keys()
+    assert {*published.complete(sizes), "lora_rank", "lora_alpha"} == form.keys()
     none = {"kv_heads", "head_size"}
-    given = {name: x for name, x in form.items() if name not in none | sizes.keys()}
+    given = {k: x for k, x in form.items() if k[:4] != "lora" and k not in none | sizes.keys()}
     assert given == {name: published.complete(sizes)[name] for name in given}
 
 
@@ -258,10 +307,12 @@ STEMS = ["fsdp", "spmd_fsdp", exhaustive("zero1"), exhaustive("fsdp_keep"), exha
 
 
 @pytest.mark.parametrize("stem", STEMS)
-@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "qwen2"])
 def test_every_strategy_follows_single(name, stem):
     options = published.options_of(models.config(name))
-    model = transformer(**options, dropout_rate=0.1)
+    model = transformer(**options, dropout_rate=0.1, lora_rank=4 * (name == "qwen2"))
+    if name == "qwen2":
+        model = freeze(model, ALL_BUT_ADAPTERS, "train.frozen")
     born, numbers = decoder.run(decoder.build("single", model))
     found = decoder.run(decoder.build(stem, model))
     assert found[0] == born
