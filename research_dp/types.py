@@ -217,7 +217,8 @@ class DataSet:
     # wait for each other; `train` and `evaluate` do.
     prepare: Callable[[], None]
     # They yield this process's rows of each batch: endlessly shuffled; with `mask` (R,), 0 for
-    # padding.
+    # padding. What `train` returns may have `get_state` and `set_state`, or `state_dict` and
+    # `load_state_dict`: its state is saved, and what continues begins at step 0 and is moved to it.
     train: Callable[[TrainOrder], Iterator[Arrays]]
     evaluate: Callable[[EvalOrder], Iterator[Arrays]]
     # What the order of training examples depends on besides `TrainOrder`; a run resumes only with

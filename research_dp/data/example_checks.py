@@ -92,8 +92,8 @@ def check_source(source: Any, function: str, name: str) -> None:
     if is_empty is None or not hasattr(source, "__getitem__"):
         raise UsageError(
             f"{function} of {name} is a {type(source).__name__}, without len() or access by index. "
-            "A stream cannot resume exactly. Read it once into a list, or write it as files by "
-            f"index. {GUIDE}"
+            "Read a stream once into a list, write it as files by index, or give a DataSet an "
+            f"iterator with a state, which resumes exactly. {GUIDE}"
         )
     if is_empty:
         raise UsageError(f"{function}: {name} has no examples.")

@@ -227,7 +227,7 @@ def _prefetched(
             flags.FLAGS.mark_as_parsed()  # Grain passes absl's flags to workers; there are none
         batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
         return _of_workers(iter(batches))
-    return iter(batches)
+    return (batch for batch in batches)  # the order is the step's: no state of Grain's is saved
 
 
 def _of_workers(batches: Iterator[Arrays]) -> Iterator[Arrays]:

@@ -39,6 +39,7 @@ class Progress:
     window: HostSums  # of the metrics that are not recorded yet
     data: DataIdentity | None = None  # None: unknown, as in checkpoints of earlier versions
     records: int = 0  # training records written so far; 0: unknown
+    positions: tuple[str, ...] = ()  # of the stream in each process, if it has a state
 
 
 class Leaf(NamedTuple):
@@ -79,6 +80,7 @@ class Manifest:
             # Beside `progress`, all of whose fields earlier versions know.
             "data": progress.pop("data"),
             "records": progress.pop("records"),
+            "positions": progress.pop("positions"),
             "progress": progress,
             "leaves": dict(self.leaves),
             "origin": dict(self.origin),
@@ -104,6 +106,7 @@ class Manifest:
             fields = content["progress"]
             fields["window"] = {name: (s, n) for name, (s, n) in fields["window"].items()}
             data = content.get("data") and DataIdentity.from_json(content["data"])
+            fields["positions"] = tuple(content.get("positions", ()))
             progress = Progress(**fields, data=data, records=content.get("records", 0))
             leaves = {path: Leaf(tuple(x[0]), *x[1:]) for path, x in content["leaves"].items()}
             step, origin = content["step"], content["origin"]

@@ -35,6 +35,7 @@ from research_dp.training.metric_log import MetricLog, ProgressBar, metric_words
 from research_dp.training.optimizers import LearningRate
 from research_dp.training.preemption import StopSignal
 from research_dp.training.replica_check import ReplicaCheck, difference_text
+from research_dp.training.stream_position import StreamPosition
 from research_dp.training.writers import Writers
 from research_dp.types import Arrays, DataIdentity, DataSet
 
@@ -65,6 +66,8 @@ class Trainer:
         self._in_flight = InFlight()
         # Flags of which this process has a part, and their checks.
         self._unchecked: list[tuple[jax.Array, Callable[[], None]]] = []
+        saved = self._progress.positions if self._progress else ()
+        self._position = StreamPosition(self.data, saved)
         self._read: dict[int, Arrays] = {}  # host batches, by the step that is to take them
         self._facts: dict[str, Any] = {"seconds_to_first_step": None}  # for the summary
         work = self.spec.model.work(self.spec.example) if self.spec.model.work else None
@@ -229,7 +232,7 @@ class Trainer:
         since = time.perf_counter()
         for batch in placed_train_batches(
             self.strategy,
-            self.data,
+            self._position.data,
             *steps,
             self._in_flight.is_busy,
             self._read.__setitem__,
@@ -247,6 +250,7 @@ class Trainer:
         """While a step runs: registers its metrics, and records the window before it."""
         self._throughput.spend("dispatch", self._placed_at)
         self._step, is_first = step, step == self._first_step + 1
+        self._position.taken(step)
         self.checkpoints.check()
         self._metrics.flush(functools.partial(self._wait, step_metrics))
         values = dict(step_metrics)
@@ -333,6 +337,7 @@ class Trainer:
                 window=self._metrics.window(),
                 data=self._identity,
                 records=self._metrics.sync(),
+                positions=self._position.of_all(),
             )
             logical = self.strategy.logical_state
             self.checkpoints.save(state, step, progress, written_by, logical)

@@ -39,6 +39,7 @@ def test_a_source_and_a_builder_of_ones_own_train(main, tmp_path):
     data = "--gin_file=examples/own_data/{}.gin"
     runs = {
         "source": [MODEL.format("linen"), data.format("source")],
+        "stream": [MODEL.format("linen"), data.format("stream")],
         "builder": [data.format("builder"), f"--gin.tfds_data.data_dir={tmp_path}"],
     }
     for name, flags in runs.items():

@@ -312,7 +312,7 @@ def read_all(data):
         (lambda x, y: from_source({"x": x}), "is a dict. Use research_dp.from_arrays"),
         (
             lambda x, y: from_source(Stream()),
-            r"is a Stream, without len\(\) or access by index. A stream cannot resume exactly",
+            r"is a Stream, without len\(\) or access by index. Read a stream once into a list",
         ),
         (lambda x, y: from_source([]), "source has no examples"),
         (
