@@ -211,7 +211,13 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses what is no flag with the nearest one."""
-        namespace, unknown = self.parse_known_args(args, namespace)
+        namespace, words = self.parse_known_args(args, namespace)
+        unknown: list[str] = []
+        for word in words:
+            if unknown and word[:1] != "-" and re.fullmatch("--[^=]+", unknown[-1]):
+                unknown[-1] += f"={word}"  # `--steps 500`
+            else:
+                unknown.append(word)
         if unknown:
             first, *more = map(self._hint, unknown)
             self.error(" ".join([first, *(hint[:1].upper() + hint[1:] for hint in more)]))
@@ -227,14 +233,10 @@ class Parser(argparse.ArgumentParser):
             return f"{word!r} belongs to no flag.{hint}"
         flags = {flag for flag in self._option_string_actions if "." not in flag}
         name, equals, value = word.partition("=")
-        if name in ("--strategy", "--model", "--data") and "--strategies" not in flags:
-            folder = {"--strategy": "strategies", "--model": "models", "--data": "data"}[name]
-            return (
-                f"there is no flag {name}. Did you mean --gin_file={folder}/{value or 'NAME'}.gin?"
-            )
-        if name in ("--num_steps", "--batch_size", "--seed", "--log_every", "--eval_every"):
-            binding = f"--gin.train.{name.removeprefix('--')}={value or 'VALUE'}"
-            return f"there is no flag {name}. Did you mean {binding}?"
+        takes_gin = "--gin.NAME" in self._option_string_actions
+        is_near = name == "--strategy" and "--strategies" in flags
+        if takes_gin and not is_near and (advice := spellings.advice(name, value)):
+            return f"there is no flag {name}. {advice}"
         if spellings.plain(name) in ("config", "ginconfig", "ginfiles", "configfile"):
             name = "--gin_file"
         by_plain = {spellings.plain(flag): flag for flag in flags}

@@ -23,11 +23,49 @@ _STRATEGIES = {
     "spmd_fsdp": ("gspmdfsdp", "pjitfsdp", "jitfsdp", "fsdpspmd"),
 }
 _BY_ALIAS = {alias: name for name, aliases in _STRATEGIES.items() for alias in aliases}
+# What to type, where {} is the value -> flags of others, in small letters and digits alone.
+_FLAGS = {
+    "--gin_file=strategies/{}.gin": ("strategy",),
+    "--gin_file=models/{}.gin": ("model",),
+    "--gin_file=data/{}.gin": ("data", "dataset"),
+    "--gin.train.num_steps={}": ("numsteps", "steps", "maxsteps", "trainsteps", "iterations"),
+    "--gin.train.batch_size={}": ("batchsize", "batch", "bs", "globalbatchsize"),
+    "--gin.train.accumulation_steps={}": ("accumulationsteps", "gradientaccumulationsteps"),
+    "--gin.train.max_grad_norm={}": ("maxgradnorm", "gradientclipping", "clipgradnorm", "clip"),
+    "--gin.train.checkpoint_every={}": ("checkpointevery", "savesteps", "saveevery"),
+    "--gin.train.eval_every={}": ("evalevery", "evalsteps"),
+    "--gin.train.log_every={}": ("logevery", "loggingsteps"),
+    "--gin.train.seed={}": ("seed", "randomseed"),
+    "A run trains one strategy: --gin_file=strategies/NAME.gin. To train several: "
+    "`compare --strategies={}`.": ("strategies",),
+    "The optimizer has it: --gin.warmup_cosine.peak_value={} with optim/adamw_cosine.gin; "
+    "`list optimizers` names others.": ("lr", "learningrate"),
+    "A run counts steps, of which an epoch has examples / batch size: --gin.train.num_steps=N.": (
+        "epochs",
+        "numepochs",
+        "maxepochs",
+        "numtrainepochs",
+    ),
+    "A run continues by itself when it gets the same --workdir.": (
+        *("resume", "resumefrom", "resumefromcheckpoint", "continue", "checkpoint"),
+    ),
+    "It is a file, such as --gin_file=precision/bf16_params.gin; `list options` has all.": (
+        *("precision", "mixedprecision", "bf16", "fp16", "dtype"),
+    ),
+}
+_BY_FLAG = {name: text for text, names in _FLAGS.items() for name in names}
 
 
 def plain(name: str) -> str:
     """A name without what spellings differ in: 'Zero-3' and 'zero_3' are 'zero3'."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def advice(flag: str, value: str) -> str | None:
+    """A sentence on what to type for a flag that other systems have; None: it is not known."""
+    text = _BY_FLAG.get(plain(flag), "")
+    said = text.format(value or ("NAME" if "{}.gin" in text else "VALUE"))
+    return f"Did you mean {said}?" if said.startswith("--") else said or None
 
 
 def nearest_file(name: str, shipped: Iterable[str]) -> str | None:

@@ -105,12 +105,18 @@ def test_examples_are_command_lines_that_are_accepted(name, capsys):
     ("words", "said"),
     [
         (["--cpu-devices=8"], "no flag --cpu-devices. Did you mean --cpu_devices=8?"),
-        (["--work_dir", "d"], "no flag --work_dir. Did you mean --workdir?"),
+        (["--work_dir", "d"], "no flag --work_dir. Did you mean --workdir=d?"),
         (["--gin_files=f.gin"], "Did you mean --gin_file=f.gin?"),
         (["--dry-run"], "Did you mean --dry_run?"),
         (["runs/digits.gin"], "Did you mean --gin_file=runs/digits.gin?"),
         (["--num_steps=20"], "no flag --num_steps. Did you mean --gin.train.num_steps=20?"),
         (["--strategy=ddp"], "Did you mean --gin_file=strategies/ddp.gin?"),
+        (["--steps", "500"], "no flag --steps. Did you mean --gin.train.num_steps=500?"),
+        (["--batch-size"], "no flag --batch-size. Did you mean --gin.train.batch_size=VALUE?"),
+        (["--lr=0.1"], "no flag --lr. The optimizer has it: --gin.warmup_cosine.peak_value=0.1"),
+        (["--epochs=3"], "an epoch has examples / batch size: --gin.train.num_steps=N. ("),
+        (["--resume"], "A run continues by itself when it gets the same --workdir. ("),
+        (["--strategies=ddp,fsdp"], "To train several: `compare --strategies=ddp,fsdp`. ("),
         (["--frobnicate"], "there is no flag --frobnicate. (--help shows all flags)"),
         (["--aaa", "--bbb"], "there is no flag --aaa. There is no flag --bbb. ("),
     ],
@@ -118,6 +124,17 @@ def test_examples_are_command_lines_that_are_accepted(name, capsys):
 def test_a_flag_that_there_is_not_is_refused_with_the_nearest(run, words, said):
     status, _, err = run("train", "--gin_file=runs/digits.gin", *words)
     assert status == 2 and said in err
+
+
+def test_a_hint_on_a_flag_needs_no_jax():
+    code = (
+        "import sys; sys.modules['jax'] = None\n"
+        "from research_dp.commands.main import main\n"
+        "main(['train', '--gin_file=runs/digits.gin', '--steps', '500'])"
+    )
+    done = programs.run(code)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: there is no flag --steps. Did you mean --gin.train.num_s")
 
 
 def test_the_module_is_the_same_command():
