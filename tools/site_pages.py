@@ -2,7 +2,8 @@
 
 - README.md is the first page. Pages of other folders are read where they are, not copied.
 - Each group of public names has a page of reference, made of their docstrings.
-- A link to any other file of the repository leads to a page that shows the file.
+- A link to any other file of the repository leads to a page that shows the file. So does one to a
+  folder without a README.md, whose page has its files.
 """
 
 import ast
@@ -93,11 +94,14 @@ def notebook_page() -> str:
 
 
 def source_page(path: Path) -> str:
-    """Returns a page that shows a file of the repository."""
-    language = LANGUAGES.get(path.suffix, "text")
-    title = path.relative_to(ROOT).as_posix()
+    """Returns a page that shows a file of the repository, or those of a folder."""
     wide = "---\nhide: [navigation, toc]\n---\n\n"
-    return f"{wide}# {title}\n\n````{language}\n{path.read_text()}````\n"
+    shown = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in LANGUAGES)
+    parts = [f"# {path.relative_to(ROOT).as_posix()}\n"]
+    for file in shown:
+        parts += [f"## {file.name}\n"] if file != path else []
+        parts.append(f"````{LANGUAGES.get(file.suffix, 'text')}\n{file.read_text()}````\n")
+    return wide + "\n".join(parts)
 
 
 def links(markdown: str, folder: str) -> dict[str, str]:
@@ -122,7 +126,8 @@ def on_files(files, config):
         text = texts[place] if place in texts else (ROOT / path).read_text()
         for target in links(text, posixpath.dirname(path)).values():
             source = ROOT / target
-            if target not in paths and not target.startswith("docs/") and source.is_file():
+            has_page = target in paths or f"{target}/README.md" in paths
+            if not has_page and not target.startswith("docs/") and source.exists():
                 paths[target] = f"source/{target}.md"
                 texts[paths[target]] = source_page(source)
     for place, text in texts.items():

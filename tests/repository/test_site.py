@@ -16,7 +16,7 @@ from tests.support.repository import ROOT
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", f"--site-dir={folder}"],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", f"--site-dir={folder}"],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -54,5 +54,7 @@ def test_every_public_name_has_its_docstring_in_the_reference(site):
 def test_links_out_of_docs_lead_to_pages_of_the_site(site):
     assert 'href="source/examples/loop.py.html"' in site["index.html"]
     assert "A training loop without gin" in site["source/examples/loop.py.html"]
+    assert "## " not in site["source/examples/own_model.html"]
+    assert "linen.gin" in site["source/examples/own_model.html"]  # a link to a folder: its files
     assert 'href="../plan.html' in site["results/plan.html"]
     assert 'src="strategies.svg"' in site["index.html"]
