@@ -137,6 +137,15 @@ def test_every_parameter_that_gin_can_bind_is_described():
     assert not missing
 
 
+def test_the_page_on_installation_names_what_is_installed():
+    page = (ROOT / "docs" / "install.md").read_text()
+    (pinned,) = re.findall(r"^jax==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"with JAX {pinned}, which `constraints.txt` pins" in page
+    extras = re.findall(r'^    "([\w-]+)": ', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    assert len(extras) > 8
+    assert not [extra for extra in extras if f"`{extra}`" not in page]
+
+
 def test_what_contributing_names_is_in_the_code():
     """Functions and classes of the pages that say where things are."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
