@@ -162,7 +162,7 @@ def comparisons():
     values = {run.name: str(number % 3) for number, run in enumerate(found)}
     places = dict.fromkeys(values, "some/long/path/of/a/run/file.gin:123")
     settings = [Setting("warmup_cosine_decay_schedule.peak_value", values, places, "other")]
-    why = f"beyond rounding first in params/{PATHS[0]}, 1.2e-02 of its size apart (bound 2.7e-06)"
+    why = f"beyond rounding first in params/{PATHS[0]}: 4e+03 times the allowed (1e-02 of its size)"
     verdicts = [Verdict(run.name, found[0].name, "differs", why) for run in found[1:]]
     planned = dict(zip(shipped, plan_rows(shipped), strict=True))
     result = Comparison(found, found[0], settings, verdicts, "h100:8x8", True, planned)

@@ -4,8 +4,10 @@ import collections
 import json
 import math
 import re
+import xml.etree.ElementTree
 
 import jinja2
+import PIL.Image
 import pytest
 from rich.text import Text
 
@@ -233,6 +235,25 @@ def test_controls_work(open_page, file):
     page.wait_for_timeout(300)
     after = bars.locator(".mark-rect path").last.bounding_box()["width"]
     assert after == pytest.approx(before / 2, rel=0.02)
+    assert page.problems == []
+    page.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_chart_is_saved_as_a_picture_that_needs_no_page(open_page, file, scheme, tmp_path):
+    page = open_page(file, scheme=scheme)
+    for kind in ("SVG", "PNG"):
+        with page.expect_download() as saved:
+            page.locator("figure").first.get_by_role("button", name=kind).click()
+        saved.value.save_as(tmp_path / kind)
+    svg = (tmp_path / "SVG").read_text()
+    assert saved.value.suggested_filename == "loss_script_alert_1_script_.png"
+    xml.etree.ElementTree.fromstring(svg)
+    assert not re.search(r"var\(|currentColor|color\(|color-mix", svg)
+    assert 'stroke="rgb(81,157,238)"' in svg  # the first series, as on a light page
+    with PIL.Image.open(tmp_path / "PNG") as image:
+        assert image.width > 1000 and image.getpixel((0, 0))[:3] == (255, 255, 255)
     assert page.problems == []
     page.close()
 

@@ -112,6 +112,8 @@ def command(*, json_file: str | None = None, verbose: bool = False, **options: A
     exceeded = result.pop("exceeded")
     if json_file:
         write_output("json_file", json_file, result)
+    if file := options.get("html_file"):
+        put("", f"The page is {file}")
     put(*(Text(f"error: {message}", "bold red") for message in exceeded), file=sys.stderr)
     return int(bool(exceeded))
 
@@ -151,19 +153,23 @@ def _plan(
         rows, budgets = planner.rows(candidates)
         words = report_words.words(rows, where)
         style = "bold green" if fastest_first(rows) else "bold red"
+        report("")
         show(Text(words[0], style), "", *tables(rows, where, verbose=verbose), *words[1:])
         others = planner.others(candidates, rows) if asked.advise else []
         if others:
             changes = report_words.changes(others, rows, where)
+            report("")
             show("", *tables(others, where, verbose=verbose), *changes)
             words += changes
         curves = planner.curves(candidates, rows, sizes)
+        report("")
         if sizes:
             show("", size_table(curves, where))
         result = report_words.as_json(rows, others, curves if sizes else {}, where, words)
         if asked.html_file:
             from research_dp.planning import html_report  # its libraries are an extra
 
+            report(f"Drawing {os.fspath(asked.html_file)}", at_once=False)
             name = ", ".join([*(Path(file).stem for file in run.gin_files), *run.bindings])
             page = html_report.page(rows, curves, where, words, name)
             write_output("html_file", asked.html_file, page)

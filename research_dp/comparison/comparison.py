@@ -116,8 +116,8 @@ class Comparison:
             yield "Times marked CPU were measured on a CPU. They say nothing about accelerators."
         for noise in self.noise:
             yield (
-                f"Bound of rounding: {FACTOR} times how far trajectories of one device's run "
-                f"with other rounding part in {noise.steps} steps; precision {noise.precision:.1g}."
+                f"Allowed difference: {FACTOR} times what rounding changed in a run on one device, "
+                f"over {noise.steps} steps; precision {noise.precision:.1g}."
             )
         if self.topology and not self.is_timed:
             yield f"Times for {self.topology} are not predicted: a CPU's rates are nominal."

@@ -159,10 +159,10 @@ def _front(charts: Charts, runs: Sequence[Run]) -> list[alt.TopLevelMixin]:
     front, loss = chart_data.front(runs)
     if not front["run"]:
         return []
-    nice = alt.Scale(zero=False)
+    sent, losses = _around(front["sent"]), _around(front["loss"])
     encoded = alt.Chart(charts.data("front", front)).encode(
-        x=alt.X("sent", type="quantitative", title="GB sent per device", scale=nice),
-        y=alt.Y("loss", type="quantitative", title=loss, scale=nice),
+        x=alt.X("sent", type="quantitative", title="GB sent per device", scale=sent),
+        y=alt.Y("loss", type="quantitative", title=loss, scale=losses),
     )
     line = encoded.transform_filter("datum.best").mark_line(
         interpolate="step-after", opacity=0.4, color="currentColor", strokeDash=[4, 3]
@@ -171,8 +171,15 @@ def _front(charts: Charts, runs: Sequence[Run]) -> list[alt.TopLevelMixin]:
     points = encoded.mark_point(filled=True, size=90, opacity=1).encode(
         color=look["color"], shape=look["shape"], tooltip=["run:N", "sent:Q", "loss:Q"]
     )
-    title = f"Last {loss} against the bytes sent; dashed: no run has less of both"
+    title = f"Last {loss} against the bytes sent; dashed: the best trade-offs"
     return [alt.layer(line, points, description=title)]
+
+
+def _around(values: Sequence[float]) -> alt.Scale:
+    """An axis for these values, on which those that differ by rounding are close together."""
+    low, high = min(values), max(values)
+    room = max(high - low, abs(high)) / 20
+    return alt.Scale(domain=[low and low - room, high + room])
 
 
 def _links(charts: Charts, links: LinkTimes) -> list[alt.Chart]:

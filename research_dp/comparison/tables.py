@@ -87,7 +87,7 @@ def settings_tables(settings: Sequence[Setting]) -> Iterator[Table]:
 
 def run_table(runs: Sequence[Run], metrics: Sequence[str]) -> Table:
     """Progress, loss, metrics of the evaluation, and speed of each run."""
-    heads = ("step:", "loss:", *(f"eval {name}:" for name in metrics), "steps/s:", "")
+    heads = ("step:", "loss:", *(f"eval {name}:" for name in metrics), "steps/s:", "timed on")
     shown = table("Runs", "run", "strategy", "state", *heads)
     for run in runs:
         state = Text(run.status.state, _STATES.get(run.status.state, ""))
@@ -95,7 +95,7 @@ def run_table(runs: Sequence[Run], metrics: Sequence[str]) -> Table:
         speed = run.summary.get("steps_per_second") or run.last("train", "steps_per_second")
         cells = [format_number(number, 1, ".4g") for number in (*numbers, speed)]
         step = str(run.step) if run.is_run else ""
-        mark = "CPU" if run.platform == "cpu" and cells[-1] else ""
+        mark = run.platform.upper() if cells[-1] else ""
         shown.add_row(run.name, run.strategy, state, step, *cells, mark)
     return shown
 
@@ -167,10 +167,12 @@ def plan_table(planned: Mapping[str, Row], topology: str, is_timed: bool) -> Tab
 def seconds_table(runs: Sequence[Run]) -> Table:
     """Where the time of each run went."""
     keys = dict.fromkeys(key for run in runs for key in run.seconds)
-    shown = table("Seconds of the training process", "run", *(f"{key}:" for key in keys), "")
+    shown = table(
+        "Seconds of the training process", "run", *(f"{key}:" for key in keys), "timed on"
+    )
     for run in runs:
         cells = (format_number(run.seconds.get(key), 1, ",.1f") for key in keys)
-        shown.add_row(run.name, *cells, "CPU" if run.platform == "cpu" else "")
+        shown.add_row(run.name, *cells, run.platform.upper())
     return shown
 
 

@@ -63,10 +63,8 @@ class Apart(NamedTuple):
         return self.distance / self.allowed if is_known else np.inf
 
     def __str__(self) -> str:
-        relative, bound = (
-            x / self.size if self.size else np.inf for x in (self.distance, self.allowed)
-        )
-        return f"{self.name}, {relative:.1e} of its size apart (bound {bound:.1e})"
+        relative = self.distance / self.size if self.size else np.inf
+        return f"{self.name}: {self.excess:.2g} times the allowed ({relative:.1e} of its size)"
 
 
 class Figure(NamedTuple):
@@ -86,7 +84,7 @@ class Figure(NamedTuple):
     def __str__(self) -> str:
         where = "from step {} on" if self.since is not None else "in the evaluation at step {}"
         numbers = f"{self.metric} {self.one:.7g} and {self.other:.7g}"
-        return f"apart {where.format(self.step)}: {numbers}"
+        return f"they differ {where.format(self.step)}: {numbers}"
 
     def apart(self, noise: Noise) -> Apart | None:
         """How far; None where no bound was measured, unless an evaluation of one is not finite."""

@@ -23,37 +23,30 @@ _STRATEGIES = {
     "spmd_fsdp": ("gspmdfsdp", "pjitfsdp", "jitfsdp", "fsdpspmd"),
 }
 _BY_ALIAS = {alias: name for name, aliases in _STRATEGIES.items() for alias in aliases}
-# What to type, where {} is the value -> flags of others, in small letters and digits alone.
+# What to type, where {} is the value -> flags of other systems, as `plain` writes them.
 _FLAGS = {
-    "--gin_file=strategies/{}.gin": ("strategy",),
-    "--gin_file=models/{}.gin": ("model",),
-    "--gin_file=data/{}.gin": ("data", "dataset"),
-    "--gin.train.num_steps={}": ("numsteps", "steps", "maxsteps", "trainsteps", "iterations"),
-    "--gin.train.batch_size={}": ("batchsize", "batch", "bs", "globalbatchsize"),
-    "--gin.train.accumulation_steps={}": ("accumulationsteps", "gradientaccumulationsteps"),
-    "--gin.train.max_grad_norm={}": ("maxgradnorm", "gradientclipping", "clipgradnorm", "clip"),
-    "--gin.train.checkpoint_every={}": ("checkpointevery", "savesteps", "saveevery"),
-    "--gin.train.eval_every={}": ("evalevery", "evalsteps"),
-    "--gin.train.log_every={}": ("logevery", "loggingsteps"),
-    "--gin.train.seed={}": ("seed", "randomseed"),
+    "--gin_file=strategies/{}.gin": "strategy",
+    "--gin_file=models/{}.gin": "model",
+    "--gin_file=data/{}.gin": "data dataset",
+    "--gin.train.num_steps={}": "numsteps steps maxsteps trainsteps iterations",
+    "--gin.train.batch_size={}": "batchsize batch bs globalbatchsize",
+    "--gin.train.accumulation_steps={}": "accumulationsteps gradientaccumulationsteps",
+    "--gin.train.max_grad_norm={}": "maxgradnorm gradientclipping clipgradnorm",
+    "--gin.train.checkpoint_every={}": "checkpointevery savesteps saveevery",
+    "--gin.train.eval_every={}": "evalevery evalsteps",
+    "--gin.train.log_every={}": "logevery loggingsteps",
+    "--gin.train.seed={}": "seed randomseed",
     "A run trains one strategy: --gin_file=strategies/NAME.gin. To train several: "
-    "`compare --strategies={}`.": ("strategies",),
+    "`compare --strategies={}`.": "strategies",
     "The optimizer has it: --gin.warmup_cosine.peak_value={} with optim/adamw_cosine.gin; "
-    "`list optimizers` names others.": ("lr", "learningrate"),
-    "A run counts steps, of which an epoch has examples / batch size: --gin.train.num_steps=N.": (
-        "epochs",
-        "numepochs",
-        "maxepochs",
-        "numtrainepochs",
-    ),
-    "A run continues by itself when it gets the same --workdir.": (
-        *("resume", "resumefrom", "resumefromcheckpoint", "continue", "checkpoint"),
-    ),
-    "It is a file, such as --gin_file=precision/bf16_params.gin; `list options` has all.": (
-        *("precision", "mixedprecision", "bf16", "fp16", "dtype"),
-    ),
+    "`list optimizers` names others.": "lr learningrate",
+    "A run counts steps, of which an epoch has examples / batch size: "
+    "--gin.train.num_steps=N.": "epochs numepochs maxepochs numtrainepochs",
+    "A run continues by itself when it gets the same --workdir.": "resume resumefrom continue",
+    "It is a file, such as --gin_file=precision/bf16_params.gin; `list options` has all.": "bf16 "
+    "fp16 precision mixedprecision dtype",
 }
-_BY_FLAG = {name: text for text, names in _FLAGS.items() for name in names}
+_BY_FLAG = {name: text for text, names in _FLAGS.items() for name in names.split()}
 
 
 def plain(name: str) -> str:

@@ -74,7 +74,7 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
             for row in wide
             if row.narrow_file == file
         )
-        lines.append(f"With {file} the least to send is less: {sizes}.")
+        lines.append(f"With {file} fewer bytes are possible: {sizes}.")
     lines += [_obstacle(row) for row in rows if not row.fits]
     problems = [row for row in rows if row.fits and row.problem]
     lines += [f"{row.strategy} fits, but {row.problem}." for row in problems]

@@ -36,6 +36,34 @@ function rows(columns) {
     Object.fromEntries(fields.map((field) => [field, columns[field][i]])));
 }
 
+// Saves a chart in the colours of a light page, as numbers: programs know no variables of a page.
+const canvas = document.createElement("canvas");
+const paper = canvas.getContext("2d", { willReadFrequently: true });
+function filled(color) {
+  paper.fillStyle = color;
+  paper.fillRect(0, 0, canvas.width, canvas.height);
+  return `rgb(${paper.getImageData(0, 0, 1, 1).data.slice(0, 3)})`;
+}
+async function save(element, kind) {
+  const svg = element.querySelector("svg"), copy = svg.cloneNode(true), image = new Image();
+  const copies = copy.querySelectorAll("*");
+  copy.setAttribute("paint-order", "stroke");
+  document.documentElement.classList.add("paper");
+  svg.querySelectorAll("*").forEach((one, i) => ["fill", "stroke"].forEach((name) => {
+    const color = one.hasAttribute(name) ? getComputedStyle(one)[name] : "none";
+    if (color !== "none") copies[i].setAttribute(name, filled(color));
+  }));
+  document.documentElement.classList.remove("paper");
+  image.src = "data:image/svg+xml," + encodeURIComponent(new XMLSerializer().serializeToString(copy));
+  await image.decode();
+  [canvas.width, canvas.height] = [3 * svg.clientWidth, 3 * svg.clientHeight];
+  filled("white");
+  paper.drawImage(image, 0, 0, canvas.width, canvas.height);
+  const name = element.previousElementSibling.firstChild.textContent.replace(/\W+/g, "_");
+  const href = kind === "svg" ? image.src : canvas.toDataURL();
+  Object.assign(document.createElement("a"), { href, download: `${name}.${kind}` }).click();
+}
+
 async function draw(element) {
   const spec = { height: 260, ...JSON.parse(element.dataset.spec), width: "container" };
   spec.datasets = { [spec.data.name]: rows(data[spec.data.name]) };
@@ -45,6 +73,11 @@ async function draw(element) {
   });
   // How many columns a legend has follows from the room beside the labels of the axis, and how high
   // the chart must be from the legend.
+  for (const kind of ["svg", "png"]) {
+    const button = Object.assign(document.createElement("button"), { textContent: kind.toUpperCase() });
+    button.onclick = () => save(element, kind);
+    element.previousElementSibling.append(button);
+  }
   const fit = () => view.resize().runAsync();
   window.addEventListener("resize", () => setTimeout(fit));
   return fit();

@@ -43,8 +43,7 @@ class InitialParams:
             `.safetensors` file; or a folder that Orbax wrote.
         rename: Regular expressions, each with its replacement, as in `re.sub`: in this order they
             turn the names there, without 'params/', into names here.
-        skip: Regular expressions that match the full names, here, of what keeps the value that the
-            seed gives it.
+        skip: Regular expressions of full names, here: these parameters stay at their random start.
     """
 
     def __init__(

@@ -116,7 +116,7 @@ def test_advice_says_what_latency_and_wide_dtypes_cost():
     narrow = row("b", min_wire_bytes=4e9, wire_bytes={"total": 8e9}, **least)
     best, _, advice, *_ = report.words([found, narrow], GPUS)
     assert "are exposed, 4.0 of them for latency in groups of 1,024 devices" in best
-    assert advice == "With f.gin the least to send is less: a 4.00 GB instead of 8.00 GB."
+    assert advice == "With f.gin fewer bytes are possible: a 4.00 GB instead of 8.00 GB."
     assert "in bf16:" in tables([found], GPUS)[1].columns
     assert "in bf16:" not in tables([narrow], GPUS)[1].columns
 

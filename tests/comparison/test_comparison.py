@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from examples import figures
 from research_dp.certification.noise import Noise
 from research_dp.comparison import chart_data, differences, html_report, runs, verdicts
 from research_dp.comparison.comparison import Comparison
@@ -16,6 +17,8 @@ from research_dp.comparison.verdicts import Judge
 from research_dp.console import put
 from research_dp.runs import facts
 from research_dp.runs.manifest import Damaged, Leaf, Manifest, Progress
+from tests.support.plan_rows import make_row
+from tests.support.repository import json_names
 from tests.support.run_folders import losses, write_run
 
 ALL_REDUCE = """HloModule step
@@ -85,7 +88,7 @@ def test_one_loss_that_differs_by_a_bit_is_not_the_same_bits(tmp_path):
     other[7] = float(np.nextafter(other[7], 1))
     _, _, verdict = judged(write_run(tmp_path / "a"), write_run(tmp_path / "b", loss=other))
     assert verdict.kind == "unknown"
-    assert verdict.message.startswith("apart from step 40 on: loss ")
+    assert verdict.message.startswith("they differ from step 40 on: loss ")
     assert verdict.message.endswith("--bound=N measures what rounding explains")
 
 
@@ -107,7 +110,7 @@ def test_a_measured_bound_decides(tmp_path, offset, kind):
     folders = write_run(tmp_path / "a"), write_run(tmp_path / "b", loss=other, fingerprint="bb")
     _, _, verdict = judged(*folders, noise=[noise(spread=2e-3)])
     assert verdict.kind == kind
-    assert ("loss at step 5, " in verdict.message) == (kind == "differs")
+    assert ("loss at step 5: " in verdict.message) == (kind == "differs")
 
 
 def test_another_seed_differs_with_its_place_and_no_bound_excuses_it(tmp_path):
@@ -117,7 +120,7 @@ def test_another_seed_differs_with_its_place_and_no_bound_excuses_it(tmp_path):
     assert (setting.name, setting.role) == ("train.seed", "other")
     assert setting.values == {"a": "0", "b": "1"} and setting.places["b"] == "mine.gin:2"
     assert verdict.kind == "differs"
-    assert verdict.message.startswith("another configuration (train.seed); apart from step 5 on")
+    assert verdict.message.startswith("another configuration (train.seed); they differ from step")
 
 
 def test_what_is_varied_on_purpose_is_no_mistake(tmp_path):
@@ -237,6 +240,21 @@ def test_json_is_strict_and_has_what_is_shown(tmp_path):
     assert content["verdicts"][0]["kind"] == "differs" and content["clean"] is False
 
 
+def test_the_page_describes_the_json_and_an_example_draws_it(tmp_path):
+    content = compared(write_run(tmp_path / "a"), write_run(tmp_path / "b")).as_json()
+    assert {*content, *content["runs"]["a"]} <= json_names("compare.md")
+    sizes = dict(params_bytes=4e6, opt_bytes=8e6, temp_bytes=2e6)
+    rows = {name: make_row(name, **sizes).as_json() for name in ("ddp", "fsdp")}
+    rows["spmd"] = make_row("spmd", problem="refused: x").as_json()
+    assert {*rows["ddp"]} <= json_names("plan.md")
+    for chart, lines in ((figures.loss(content), 2), (figures.memory({"strategies": rows}), 6)):
+        chart.save(tmp_path / "figure.svg")
+        drawn = (tmp_path / "figure.svg").read_text()
+        assert drawn.count('aria-roledescription="line mark"') in (lines, 0)
+        assert drawn.count('aria-roledescription="bar"') in (lines, 0)
+        assert "aria-roledescription" in drawn
+
+
 @pytest.mark.parametrize("width", [80, 100])
 def test_tables_fit_a_terminal(tmp_path, capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
@@ -300,8 +318,8 @@ def test_a_metric_that_one_run_lacks_is_not_compared(tmp_path):
 @pytest.mark.parametrize(
     ("offset", "kind", "said"),
     [
-        (0.1, "rounding", "nearest to its bound: params/w, 1.0e-01 of its size apart"),
-        (1.0, "differs", "beyond rounding first in params/w, 1.0e+00 of its size apart"),
+        (0.1, "rounding", "params/w: 0.4 times the allowed (1.0e-01 of its size)"),
+        (1.0, "differs", "first in params/w: 4 times the allowed (1.0e+00 of its size)"),
         (None, "unknown", "; a checkpoint of step 100 cannot be read: it is cut"),
     ],
 )
@@ -357,11 +375,13 @@ def test_a_measured_bound_decides_on_evaluations(tmp_path, metric, value, kind):
     a, b = write_run(tmp_path / "a"), evaluated(tmp_path / "b", **{metric: value})
     _, _, unmeasured = judged(a, b)
     assert unmeasured.kind == "unknown"
-    assert f"apart in the evaluation at step 100: {metric} {value:.7g} and 0." in unmeasured.message
+    assert (
+        f"differ in the evaluation at step 100: {metric} {value:.7g} and 0." in unmeasured.message
+    )
     _, _, verdict = judged(a, b, noise=[noise(loss=1e-3, accuracy=0.02)])
     assert verdict.kind == kind
     if kind == "differs":
-        assert f"first in {metric} of the evaluation at step 100, " in verdict.message
+        assert f"first in {metric} of the evaluation at step 100: " in verdict.message
 
 
 def test_metrics_that_are_nan_in_both_runs_are_alike_and_in_one_of_them_never(tmp_path):

@@ -139,10 +139,11 @@ def test_each_axis_has_ticks_that_can_be_read(open_page, tmp_path, memory):
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_page(open_page, tmp_path):
+def test_the_command_writes_a_page(open_page, tmp_path, capsys):
     file = tmp_path / "plan.html"
     flags = [*WITH_MLP, "--topology=cpu:8", "--strategies=ddp,fsdp,single", "--sizes=2"]
     assert command(**cli.parse("plan", [*flags, f"--html={file}"])) == 0
+    assert capsys.readouterr().out.endswith(f"\nThe page is {file}\n")
     page = open_page(file)
     assert page.problems == [] and page.locator(".chart svg").count() == 2
     page.close()
