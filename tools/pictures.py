@@ -1,6 +1,6 @@
 """Draws the two pictures of README.md, those of losses, and one of slow links.
 
-python tools/pictures.py strategies   # docs/strategies.svg, from a plan of lm_1b on 8 H100s
+python tools/pictures.py strategies   # docs/strategies*.svg, from a plan of lm_1b on 8 H100s
 python tools/pictures.py loss runs/single runs/fsdp runs/zero1   # docs/loss.svg, from metrics.jsonl
 python tools/pictures.py held_out runs/AdamW runs/Muon   # docs/held_out_loss.svg, likewise
 python tools/pictures.py ranks runs/ddp runs/rank_1   # docs/power_sgd_ranks.svg, likewise
@@ -80,11 +80,24 @@ def temporarily_full() -> dict[str, set[str]]:
     return result
 
 
-def draw_strategies() -> Path:
-    """Draws the strip: what each of eight devices stores under each strategy."""
+def draw_strategies() -> list[Path]:
+    """Draws what each of eight devices stores under each strategy, also for narrow screens."""
     plans, temporary = plan(), temporarily_full()
-    full = plans["single"]
-    figure, panels = pyplot.subplots(2, 5, figsize=(10, 5.7))
+    return [
+        draw_grid(plans, temporary, 5, "strategies.svg"),
+        draw_grid(plans, temporary, 2, "strategies_narrow.svg"),
+    ]
+
+
+def draw_grid(
+    plans: dict[str, Any], temporary: dict[str, set[str]], columns: int, name_of_file: str
+) -> Path:
+    """Draws a panel for each strategy, so many in a row."""
+    full, rows = plans["single"], len(ORDER) // columns
+    foot = 0.5 * (2 if columns < 4 else 1)  # for the legend, inches
+    figure, panels = pyplot.subplots(
+        rows, columns, figsize=(2 * columns, 2.6 * rows + foot), squeeze=False
+    )
     for name, axes in zip(ORDER, panels.flat, strict=True):
         one = plans[name]
         shards = {
@@ -103,9 +116,12 @@ def draw_strategies() -> Path:
     handles = [Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     handles.append(Rectangle((0, 0), 1, 1, facecolor=TEXT, alpha=0.3))
     labels = [*COLORS, "full only during a step"]
-    figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False, fontsize=11)
-    figure.subplots_adjust(left=0.01, right=0.99, top=0.94, bottom=0.09, hspace=0.3, wspace=0.12)
-    return save(figure, "strategies.svg")
+    wide = min(4, columns)
+    figure.legend(handles, labels, loc="lower center", ncols=wide, frameon=False, fontsize=11)
+    height = figure.get_figheight()
+    edges = {"top": 1 - 0.34 / height, "bottom": foot / height}
+    figure.subplots_adjust(left=0.01, right=0.99, hspace=0.3, wspace=0.12, **edges)
+    return save(figure, name_of_file)
 
 
 def gigabytes_sent(one: dict[str, Any]) -> str:
@@ -235,7 +251,8 @@ def main() -> None:
     with pyplot.rc_context(STYLE):
         others = {"strategies": draw_strategies, "links": draw_links}
         draw = RUNS.get(flags.picture)
-        print(draw(flags.runs) if draw else others[flags.picture]())
+        made = draw(flags.runs) if draw else others[flags.picture]()
+        print(*(made if isinstance(made, list) else [made]))
 
 
 if __name__ == "__main__":
