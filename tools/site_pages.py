@@ -85,12 +85,18 @@ def group_of(name: str) -> str:
 
 
 def notebook_page() -> str:
-    """Returns the notebook's cells as Markdown."""
-    cells = json.loads((ROOT / NOTEBOOK).read_text())["cells"]
-    texts = [("".join(cell["source"]), cell["cell_type"]) for cell in cells]
-    return "\n\n".join(
-        text if kind == "markdown" else f"```python\n{text}\n```" for text, kind in texts
-    )
+    """Returns the notebook's cells as Markdown, with what they printed and drew."""
+    parts = []
+    for cell in json.loads((ROOT / NOTEBOOK).read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"text/plain": output.get("text", ())})
+            if picture := data.get("image/png"):
+                parts.append(f"![What the cell draws](data:image/png;base64,{picture.strip()})")
+            else:
+                parts.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
+    return "\n\n".join(parts)
 
 
 def source_page(path: Path) -> str:
