@@ -65,7 +65,7 @@ class OneExample(dict[str, jax.ShapeDtypeStruct]):
         raise binding_error(
             self._binding,
             f" reads {name!r} of a batch, but the data set gives {sorted(self)}. Take a model and "
-            "a data set of the same task.",
+            f"a data set of the same task; arrays have names in from_arrays({{{name!r}: array}}).",
         )
 
 

@@ -212,14 +212,9 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses what is no flag with the nearest one."""
         namespace, words = self.parse_known_args(args, namespace)
-        unknown: list[str] = []
-        for word in words:
-            if unknown and word[:1] != "-" and re.fullmatch("--[^=]+", unknown[-1]):
-                unknown[-1] += f"={word}"  # `--steps 500`
-            else:
-                unknown.append(word)
-        if unknown:
-            first, *more = map(self._hint, unknown)
+        if words:  # `--steps 500` is one
+            joined = re.sub(r"(^|\0)(--[^=\0]+)\0(?!-)", r"\1\2=", "\0".join(words))
+            first, *more = map(self._hint, joined.split("\0"))
             self.error(" ".join([first, *(hint[:1].upper() + hint[1:] for hint in more)]))
         return namespace
 

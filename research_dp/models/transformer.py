@@ -79,7 +79,8 @@ def transformer(
     """A decoder of pre-norm blocks: RMSNorm, rotary positions, causal attention, gated MLP.
 
     By default as in Llama (Touvron et al., arXiv 2302.13971). Query, key and value are one matrix,
-    and so are gate and up.
+    and so are gate and up. A batch has `tokens`, (rows, length) int32; `segments` and `weights` of
+    that shape are optional (docs/own_text.md).
 
     Args:
         api: 'linen' and 'nnx' have the same parameters.

@@ -493,7 +493,7 @@ def test_what_cannot_be_called_is_refused_at_once(make, message):
             {"metrics": {"hits": lambda output, y: optax.softmax_cross_entropy(output, y)}},
             r"hits fails on .*\n  ValueError: ",
         ),
-        ({"inputs": "image"}, r"reads 'image' of a batch, but the data set gives \['x', 'y'\]"),
+        ({"inputs": "image"}, r"reads 'image' of .* gives \['x', 'y'\].*from_arrays\(\{'image': a"),
         ({"targets": "label"}, r"reads 'label' of a batch, but the data set gives \['x', 'y'\]"),
     ],
 )

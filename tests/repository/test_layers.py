@@ -218,7 +218,7 @@ def test_files_are_of_one_subject(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 35_375,
+    (".",): 35_290,
     ("distributed", "strategies"): 9_600,
     ("commands",): 4_250,
 }
