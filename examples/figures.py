@@ -12,7 +12,8 @@ from pathlib import Path
 import altair as alt
 
 PARTS = {"parameters": "params_bytes", "optimizer state": "opt_bytes", "temporary": "temp_bytes"}
-SIZE = {"width": 320, "height": 180}
+SIZE = {"width": 320, "height": 180, "padding": {"left": 5, "right": 25, "top": 5, "bottom": 5}}
+ABOVE = alt.Legend(orient="top", title=None)
 
 
 def loss(compared):
@@ -25,7 +26,8 @@ def loss(compared):
     lines = alt.Chart(alt.Data(values=points), **SIZE).mark_line()
     y = alt.Y("loss:Q", title="training loss", scale=alt.Scale(zero=False))
     # Strategies that agree cover each other: dashes show that there are several.
-    return lines.encode(alt.X("step:Q"), y, alt.Color("strategy:N"), alt.StrokeDash("strategy:N"))
+    color, dash = (of("strategy:N", legend=ABOVE) for of in (alt.Color, alt.StrokeDash))
+    return lines.encode(alt.X("step:Q"), y, color, dash)
 
 
 def memory(plan):
@@ -37,8 +39,9 @@ def memory(plan):
         for part, key in PARTS.items()
     ]
     bars = alt.Chart(alt.Data(values=sizes), **SIZE).mark_bar()
-    x = alt.X("MB:Q", title="MB per device")
-    return bars.encode(x, alt.Y("strategy:N", title=None, sort=None), alt.Color("part:N"))
+    x = alt.X("MB:Q", title="MB per device", axis=alt.Axis(tickCount=5))
+    y = alt.Y("strategy:N", title=None, sort=None)
+    return bars.encode(x, y, alt.Color("part:N", legend=ABOVE))
 
 
 if __name__ == "__main__":

@@ -251,6 +251,7 @@ def test_a_chart_is_saved_as_a_picture_that_needs_no_page(open_page, file, schem
     assert saved.value.suggested_filename == "loss_script_alert_1_script_.png"
     xml.etree.ElementTree.fromstring(svg)
     assert not re.search(r"var\(|currentColor|color\(|color-mix", svg)
+    assert "rgb(0,0,0)" not in svg  # what is transparent stays so
     assert 'stroke="rgb(81,157,238)"' in svg  # the first series, as on a light page
     with PIL.Image.open(tmp_path / "PNG") as image:
         assert image.width > 1000 and image.getpixel((0, 0))[:3] == (255, 255, 255)

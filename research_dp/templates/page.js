@@ -51,7 +51,7 @@ async function save(element, kind) {
   document.documentElement.classList.add("paper");
   svg.querySelectorAll("*").forEach((one, i) => ["fill", "stroke"].forEach((name) => {
     const color = one.hasAttribute(name) ? getComputedStyle(one)[name] : "none";
-    if (color !== "none") copies[i].setAttribute(name, filled(color));
+    if (!/none|rgba.*, 0\)$/.test(color)) copies[i].setAttribute(name, filled(color));
   }));
   document.documentElement.classList.remove("paper");
   image.src = "data:image/svg+xml," + encodeURIComponent(new XMLSerializer().serializeToString(copy));
