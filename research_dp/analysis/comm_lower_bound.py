@@ -46,7 +46,6 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
     """
     config, mesh = strategy.config, strategy.mesh
     shards, replicas = mesh.shape[FSDP_AXIS], mesh.shape[DATA_AXIS]
-    of_rounds = _outer_bytes(strategy)
     replicas = 1 if config.outer else replicas  # that a step averages over
     # How many passes gather sharded parameters and scatter their gradients; how often gradients are
     # synchronised; whether a backward pass gathers again; whether each unit is gathered where it is
@@ -64,9 +63,9 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
     accumulated = config.accumulation_dtype if accumulates and not scattered_once else None
     dtypes = [slots.bound_value(config.gather, n) for n in ("gather_dtype", "grad_scatter_dtype")]
     dtypes.append(slots.bound_value(config.sync, "dtype") or accumulated)
-    uses, total = _unit_uses(strategy, spec), of_rounds + _update_bytes(strategy)
-    trees = (strategy.shardings.params, strategy.shardings.slices)
-    for param, update in zip(*map(jax.tree.leaves, trees), strict=True):
+    uses, total = _unit_uses(strategy, spec), _outer_bytes(strategy) + _update_bytes(strategy)
+    params, slices, frozen = map(jax.tree.leaves, strategy.shardings)
+    for param, update in zip(params + frozen, slices + frozen, strict=True):
         size, width = math.prod(update.split_shape), min(widest, param.dtype.itemsize)
         gather, scatter, sync = (
             width if dtype is None else min(widest, jnp.dtype(dtype).itemsize) for dtype in dtypes
@@ -82,9 +81,10 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
             scatter, sync = (_rate(codecs.sync, x) for x in (scatter, sync))
             of_groups = codecs.across if replicas > 1 else None
             across = _rate(of_groups, sync)
-            # The mean is encoded once more, by the codec of the last sum, and gathered.
-            last = _rate(of_groups or codecs.sync, last)
+            last = _rate(of_groups or codecs.sync, last)  # the mean is encoded once more, gathered
             width = _rate(codecs.update, width)
+        if param.frozen:
+            scatter = sync = across = last = of_row_grad = 0
         reduced = size * (across + last)  # a ring all-reduce sends everything twice
         if param.dim is not None:
             unit = _unit(param.path, spec.model.units)
@@ -205,16 +205,14 @@ def _unit_uses(strategy: Strategy, spec: TrainSpec) -> Counter[tuple[str, str]]:
     may_exchange = config.gather is not None and config.reduction.logical_shards is None
 
     def exchanges(name: str, rows: int) -> bool:
-        if name not in strategy.shardings.params:
-            return False  # a frozen table: each device has it
-        table: LeafSharding = jax.tree.leaves(strategy.shardings.params[name])[0]
+        table: LeafSharding = jax.tree.leaves(strategy.shardings.stored[name])[0]
         by_feature = model.units.get(name) == TABLE and table.dim == 1
         return may_exchange and by_feature and rows < table.shape[0]
 
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), strategy.logical_state)
     units = _RecordingUnits(
         lambda shards, shardings: shards,
-        strategy.shardings.params,
+        strategy.shardings.stored,
         exchanges=exchanges,
         kinds=model.units,
     )

@@ -124,12 +124,12 @@ class DeterministicStep(Step):
     def local_gradients(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[PyTree, PyTree, Sums, PyTree]:
-        params, scatter = jax.vjp(self.units().gather_all, state.params)
+        params, scatter, model_state = self.gathered_once(state)
         _check_wide(params)
-        params = self._fenced(params, state)
+        params, model_state = self._fenced((params, model_state), state)
 
         def of_shard(params: PyTree, shard: PlacedBatch) -> tuple[PyTree, PyTree]:
-            loss = self.loss_of(state, state.model_state, shard, Units())
+            loss = self.loss_of(state, model_state, shard, Units())
             grads, out = jax.grad(loss, has_aux=True)(params)
             return grads, sums_of(out)
 
@@ -138,11 +138,12 @@ class DeterministicStep(Step):
         return grads, state.model_state, sums, state.slots
 
     def evaluate(self, state: TrainState, examples: Mapping[str, jax.Array]) -> Sums:
-        params = self._fenced(self.units().gather_all(state.params), state)
+        gathered = self.gathered_all(state.params, state.model_state)
+        params, model_state = self._fenced(gathered, state)
         rows = self.spec.batch_size // self._reduction.logical_shards
 
         def of_shard(params: PyTree, part: PyTree) -> Sums:
-            return sums_of(self.loss(params, state.model_state, part, None, Units()))
+            return sums_of(self.loss(params, model_state, part, None, Units()))
 
         parts = {name: x.reshape(-1, rows, *x.shape[1:]) for name, x in examples.items()}
         return self.sum_metrics(

@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from research_dp.distributed.differentiable_gather import GATHERED, with_gradient
-from research_dp.distributed.sharding import LeafSharding
+from research_dp.distributed.sharding import LeafSharding, Parted, of_parts, parted
 from research_dp.types import PyTree
 
 # (gradients, their shardings, state by leaf) -> (gradients as the update takes them, new state).
@@ -99,60 +99,77 @@ def synchronised(sync: Sync) -> Callable[[PyTree, PyTree], PyTree]:
 
 
 def scan_prefetched(
-    function: Callable[..., Any], gather: Callable[..., Any], stack: PyTree, carry: Any, each: Any
+    function: Callable[..., Any],
+    gather: Callable[[PyTree, PyTree], PyTree],
+    shardings: PyTree,
+    stack: PyTree,
+    carry: Any,
+    each: Any,
 ) -> Any:
     """Runs units one after the other, each gathered while the one before it runs.
 
     In the backward pass the unit before is gathered, and the gradient of the unit after is
     scattered, while a unit is computed again and differentiated. Only the input of a unit is kept;
     the last unit is not gathered twice. Arguments are those of `Units.scan`; `gather` is for one
-    unit, its gradient scatters, and the stack has two units or more.
+    unit, whose `shardings` are given, its gradient scatters, and the stack has two units or more.
     """
     last = jax.tree.leaves(stack)[0].shape[0] - 1
+    layouts = parted(shardings, shardings)
 
-    def forward(stack: PyTree, carry: Any) -> tuple[Any, Any]:
+    def gathered(stack: Parted, index: Any) -> Parted:
+        return Parted(*map(gather, _at(stack, index), layouts))
+
+    def computed(params: Parted, carry: Any, index: Any) -> Any:
+        return function(of_parts(params, shardings), carry, _at(each, index))
+
+    def forward(stack: Parted, carry: Any) -> tuple[Any, Any]:
         def turn(state: Any, index: jax.Array) -> tuple[Any, Any]:
             carry, params = state
-            following = gather(_at(stack, index + 1))
-            return (function(params, carry, _at(each, index)), following), carry
+            following = gathered(stack, index + 1)
+            return (computed(params, carry, index), following), carry
 
-        (carry, params), inputs = lax.scan(turn, (carry, gather(_at(stack, 0))), jnp.arange(last))
-        return function(params, carry, _at(each, last)), (stack, inputs, carry, params)
+        first = carry, gathered(stack, 0)
+        (carry, params), inputs = lax.scan(turn, first, jnp.arange(last))
+        return computed(params, carry, last), (stack, inputs, carry, params)
 
-    def backward(kept: Any, g: Any) -> tuple[PyTree, Any]:
+    def backward(kept: Any, g: Any) -> tuple[Parted, Any]:
         stack, inputs, last_input, last_params = kept
 
-        def differentiate(params: PyTree, x: Any, index: Any, g: Any) -> tuple[PyTree, Any]:
-            return jax.vjp(lambda params, x: function(params, x, _at(each, index)), params, x)[1](g)
+        def differentiate(params: Parted, x: Any, index: Any, g: Any) -> tuple[PyTree, Any]:
+            def of_trained(trained: PyTree, x: Any) -> Any:
+                return computed(params._replace(trained=trained), x, index)
+
+            return jax.vjp(of_trained, params.trained, x)[1](g)
 
         def scatter_into(grads: PyTree, index: Any, d_params: PyTree) -> PyTree:
             # What it gathers is not used.
-            (shard,) = jax.vjp(gather, _at(stack, index))[1](d_params)
+            shards = _at(stack.trained, index)
+            (shard,) = jax.vjp(lambda x: gather(x, layouts.trained), shards)[1](d_params)
             return jax.tree.map(
                 lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, index, 0), grads, shard
             )
 
         def turn(state: Any, index: jax.Array) -> tuple[Any, None]:
             grads, params, d_after, g = state
-            before = gather(_at(stack, index - 1))
+            before = gathered(stack, index - 1)
             grads = scatter_into(grads, index + 1, d_after)
             d_params, g = differentiate(params, _at(inputs, index), index, g)
             return (grads, before, d_params, g), None
 
-        params = gather(_at(stack, last - 1))
+        params = gathered(stack, last - 1)
         d_params, g = differentiate(last_params, last_input, last, g)
-        state = (jax.tree.map(jnp.zeros_like, stack), params, d_params, g)
+        state = (jax.tree.map(jnp.zeros_like, stack.trained), params, d_params, g)
         (grads, params, d_params, g), _ = lax.scan(turn, state, jnp.arange(last - 1, 0, -1))
         grads = scatter_into(grads, 1, d_params)
         d_params, g = differentiate(params, _at(inputs, 0), 0, g)
-        return scatter_into(grads, 0, d_params), g
+        return Parted(scatter_into(grads, 0, d_params), None), g
 
     @jax.custom_vjp
-    def run(stack: PyTree, carry: Any) -> Any:
+    def run(stack: Parted, carry: Any) -> Any:
         return forward(stack, carry)[0]
 
     run.defvjp(forward, backward)
-    return run(stack, carry)
+    return run(parted(stack, shardings), carry)
 
 
 def _at(stacked: PyTree, index: Any) -> PyTree:

@@ -188,6 +188,7 @@ class LeafSharding:
     parts: int = 1  # as in `ShardDecision`: `split_shape` has them along `dim`
     stacked: bool = False  # whether dim 0 counts the layers of a stack
     table: tuple[int, ...] | None = None  # shape of the table of which these are some rows
+    frozen: bool = False  # whether it has no gradient
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -384,6 +385,25 @@ def replicated(shardings: PyTree) -> PyTree:
     """The same tree with nothing sharded: how `zero1` keeps its parameters."""
     changes = {"dim": None, "reason": "the strategy keeps parameters replicated", "flat": False}
     return jax.tree.map(lambda p: dataclasses.replace(p, **changes), shardings)
+
+
+class Parted(NamedTuple):
+    """A tree in two, each with None in place of what the other has."""
+
+    trained: PyTree
+    frozen: PyTree
+
+
+def parted(tree: PyTree, shardings: PyTree) -> Parted:
+    """The arrays that have gradients, and the frozen ones; `tree` may be `shardings` itself."""
+    trained = jax.tree.map(lambda p, x: None if p.frozen else x, shardings, tree)
+    frozen = jax.tree.map(lambda p, x: x if p.frozen else None, shardings, tree)
+    return Parted(trained, frozen)
+
+
+def of_parts(parts: Parted, shardings: PyTree) -> PyTree:
+    """The tree again."""
+    return jax.tree.map(lambda p, *pair: pair[p.frozen], shardings, *parts)
 
 
 def by_path(tree: PyTree) -> dict[str, Any]:

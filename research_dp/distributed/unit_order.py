@@ -10,6 +10,7 @@ optimisation barriers, whose tokens pass from unit to unit.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import get_opaque_trace_state, jaxpr_as_fun
 
+from research_dp.distributed.sharding import Parted, of_parts, parted
 from research_dp.types import PyTree
 
 
@@ -50,19 +52,21 @@ class Order:
     def run(
         self,
         function: Callable[[PyTree], Any],
-        gather: Callable[[PyTree], PyTree],
+        gather: Callable[[PyTree, PyTree], PyTree],
         shards: PyTree,
+        shardings: PyTree,
         *,
         policy: Callable[..., bool],
         ahead: bool,
         keep: bool,
     ) -> Any:
-        """`function(gather(shards))`; `function` may close over anything.
+        """`function(gather(shards, shardings))`; `function` may close over anything.
 
         Args:
             function: (unsharded parameters) -> pytree of arrays.
             gather: Its gradient scatters.
             shards: Parameters of the unit, as this device has them.
+            shardings: Their `LeafSharding`s.
             policy: What of the forward pass is saved, see `jax.checkpoint`; never the unsharded
                 parameters, which the backward pass gathers again.
             ahead: Whether a unit is gathered while the one before it is computed.
@@ -71,10 +75,11 @@ class Order:
         is_inside = self.is_inside  # where each unit is the first
         turn = None if is_inside else self._turn
         if turn is None:
-            shards, turn = _first(shards)
-        program, shape = jax.make_jaxpr(function, return_shape=True)(jax.eval_shape(gather, shards))
-        unit = _unit(program, jax.tree.structure(shape), gather, policy, ahead, keep)
-        out, turn = unit(shards, program.consts, turn)
+            shards, turn = _first(shards, shardings)
+        full = jax.eval_shape(lambda shards: gather(shards, shardings), shards)
+        program, shape = jax.make_jaxpr(function, return_shape=True)(full)
+        unit = _unit(program, jax.tree.structure(shape), gather, shardings, policy, ahead, keep)
+        out, turn = unit(*parted(shards, shardings), program.consts, turn)
         if not is_inside:
             self._turn = turn
         return out
@@ -110,20 +115,26 @@ class _Saved:
 def _unit(
     program: Any,
     out_tree: Any,
-    gather: Callable[[PyTree], PyTree],
+    gather: Callable[[PyTree, PyTree], PyTree],
+    shardings: PyTree,
     policy: Callable[..., bool],
     ahead: bool,
     keep: bool,
 ) -> Callable[..., Any]:
-    """(shards, what the program closes over, its turn) -> (results, the next unit's turn)."""
+    """(trained, frozen shards, what the program closes over, its turn) -> (results, next turn)."""
+    layouts = parted(shardings, shardings)
 
-    def computed(params: PyTree, consts: list[Any]) -> PyTree:
+    def computed(trained: PyTree, consts: list[Any], frozen: PyTree) -> PyTree:
+        params = of_parts(Parted(trained, frozen), shardings)
         closed = jaxpr_as_fun(program.replace(consts=consts))
         return jax.tree.unflatten(out_tree, closed(*jax.tree.leaves(params)))
 
     rematerialised = jax.checkpoint(computed, policy=policy)
 
-    def gathered(shards: PyTree, others: Any, start: jax.Array) -> tuple[Any, ...]:
+    def scatter_of(trained: PyTree) -> tuple[PyTree, Callable[[PyTree], Any]]:
+        return jax.vjp(lambda shards: gather(shards, layouts.trained), trained)
+
+    def gathered(shards: Parted, others: Any, start: jax.Array) -> tuple[Any, ...]:
         """In the order of the turn: unsharded parameters, and `others`, which the unit needs too.
 
         Then the function from their gradient to that of shards, and the next unit's start.
@@ -131,19 +142,23 @@ def _unit(
         if not ahead:
             others, start = _after(others, start)
         shards, start = _after(shards, start)
-        params, scatter = jax.vjp(gather, shards)
+        trained, scatter = scatter_of(shards.trained)
+        params = Parted(trained, gather(shards.frozen, layouts.frozen))
         # One barrier: a scheduler delays the gather's end to it, and computes before.
         (params, others), start = _after((params, others), start)
         return params, others, scatter, start
 
     @jax.custom_vjp
-    def unit(shards: PyTree, consts: list[Any], turn: _Turn) -> tuple[Any, _Turn]:
-        params, consts, _, start = gathered(shards, consts, turn.start)
-        return rematerialised(params, consts), _Turn(start, turn.end)
+    def unit(trained: PyTree, frozen: PyTree, consts: list[Any], turn: _Turn) -> tuple[Any, _Turn]:
+        params, consts, _, start = gathered(Parted(trained, frozen), consts, turn.start)
+        return rematerialised(params.trained, consts, params.frozen), _Turn(start, turn.end)
 
-    def forward(shards: PyTree, consts: list[Any], turn: _Turn) -> tuple[Any, Any]:
+    def forward(trained: PyTree, frozen: PyTree, consts: list[Any], turn: _Turn) -> tuple[Any, Any]:
+        shards = Parted(trained, frozen)
         params, consts, scatter, start = gathered(shards, consts, turn.start)
-        out, vjp = jax.vjp(rematerialised, params, consts)
+
+        of_trained = functools.partial(rematerialised, frozen=params.frozen)
+        out, vjp = jax.vjp(of_trained, params.trained, consts)
         kept = (_Saved.without(vjp, ()), scatter) if keep else (_Saved.without(vjp, params), shards)
         return (out, _Turn(start, turn.end)), kept
 
@@ -154,7 +169,7 @@ def _unit(
         if not keep and saved.needs_params:
             params, g, scatter, start = gathered(scatter, g, start)
         elif not keep:  # what this gathers is not used, so a compiler leaves it out
-            scatter = jax.vjp(gather, scatter)[1]
+            scatter = scatter_of(scatter.trained)[1]
         d_params, d_consts = saved.with_params(params)(g)
         start, end = lax.optimization_barrier((start, end))
         d_params, end = _after(d_params, end)
@@ -162,7 +177,7 @@ def _unit(
         d_shards, end = _after(d_shards, end)
         if not ahead:
             d_consts, end = _after(d_consts, end)
-        return d_shards, d_consts, _Turn(start, end)
+        return d_shards, None, d_consts, _Turn(start, end)
 
     unit.defvjp(forward, backward)
     return unit
@@ -183,11 +198,13 @@ def _nothing() -> _Turn:
     return _Turn(jnp.full((), -0.0), jnp.full((), -0.0))
 
 
-def _first(shards: PyTree) -> tuple[PyTree, _Turn]:
+def _first(shards: PyTree, shardings: PyTree) -> tuple[PyTree, _Turn]:
     """A first turn. Its gradient, nothing, goes into the smallest shard's: tokens must be used."""
-    leaves, treedef = jax.tree.flatten(shards)
+    parts = parted(shards, shardings)
+    leaves, treedef = jax.tree.flatten(parts)
+    trained = range(len(jax.tree.leaves(parts.trained)))
     # Of equals the last: of a `Target` that is the part that is differentiated.
-    place = min(range(len(leaves)), key=lambda i: (leaves[i].size, -i))
+    place = min(trained or range(len(leaves)), key=lambda i: (leaves[i].size, -i))
 
     @jax.custom_vjp
     def run(x: jax.Array) -> tuple[jax.Array, _Turn]:
@@ -199,7 +216,7 @@ def _first(shards: PyTree) -> tuple[PyTree, _Turn]:
 
     run.defvjp(lambda x: (run(x), None), backward)
     leaves[place], turn = run(leaves[place])
-    return jax.tree.unflatten(treedef, leaves), turn
+    return of_parts(jax.tree.unflatten(treedef, leaves), shardings), turn
 
 
 @jax.custom_vjp

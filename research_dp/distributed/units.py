@@ -46,10 +46,6 @@ class Units:
     order: Order = dataclasses.field(default_factory=Order)  # of this call of the loss
     kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of units, by their paths
 
-    def gather_all(self, params: PyTree) -> PyTree:
-        """All parameters, unsharded: for a model that names no units."""
-        return params if self.gather is None else self.gather(params, self.shardings)
-
     def run(
         self, function: Function, names: tuple[str, ...], params: PyTree, *args: Any, remat: str
     ) -> Any:
@@ -76,8 +72,9 @@ class Units:
         assert gather is not None
         return self.order.run(
             function,
-            lambda shards: gather(shards, shardings),
+            gather,
             shards,
+            shardings,
             policy=policy,
             ahead=self.prefetch is not False,
             keep=self.keep,
@@ -110,7 +107,7 @@ class Units:
                     "unroll = 1, or prefetch = False.",
                     binding="prefetch",
                 )
-            return scan_prefetched(function, lambda x: gather(x, shardings), stack, carry, each)
+            return scan_prefetched(function, gather, shardings, stack, carry, each)
         return _loop(self._rematerialised(function, shardings, remat), stack, carry, each, unroll)
 
     def scan_rows(

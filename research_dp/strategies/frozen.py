@@ -1,6 +1,7 @@
 """Frozen parameters: the model state has them, so that nothing trains them or sends their gradient.
 
-They are replicated under every strategy, and have no gradient and no optimizer state.
+They have no gradient and no optimizer state. Where parameters are sharded between steps, so are
+they, and gathered like others.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def freeze(model: TrainableModel, patterns: str | Sequence[str], binding: str) -
         frozen = model_state[FROZEN]
         if (units := options.get("units")) and units.shardings is not None:
             size = jax.tree.leaves(units.shardings)[0].axis_size
-            both = _joined(units.shardings, infer_sharding(frozen, None, size))
+            # Of units whose gradients are synchronised: those of trained parameters.
+            both = joined(without_gradients(infer_sharding(frozen, None, size)), units.shardings)
             options["units"] = dataclasses.replace(units, shardings=both)
         out = model.loss(*with_frozen(params, model_state), batch, keys, **options)
         return out._replace(model_state=_with_frozen(frozen, out.model_state, binding))
@@ -96,7 +98,7 @@ def with_frozen(params: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
     """All parameters, the frozen ones among them, and the model state without these."""
     if not (frozen := frozen_of(model_state)):
         return params, model_state
-    return _joined(params, frozen), {k: x for k, x in model_state.items() if k != FROZEN}
+    return joined(params, frozen), {k: x for k, x in model_state.items() if k != FROZEN}
 
 
 def frozen_of(model_state: PyTree) -> PyTree:
@@ -109,8 +111,19 @@ def plain_name(name: str) -> str:
     return name.removeprefix(f"{MODEL_STATE}{FROZEN}/")
 
 
-def _joined(params: PyTree, frozen: PyTree) -> PyTree:
-    return unflatten_dict(flatten_dict(params) | flatten_dict(frozen))
+def with_values(model_state: PyTree, frozen: PyTree) -> PyTree:
+    """A model state, its frozen parameters replaced by the given ones, if there are any."""
+    return {**model_state, FROZEN: frozen} if frozen else model_state
+
+
+def without_gradients(shardings: PyTree) -> PyTree:
+    """`LeafSharding`s of frozen parameters."""
+    return jax.tree.map(lambda p: dataclasses.replace(p, frozen=True), shardings)
+
+
+def joined(first: PyTree, second: PyTree) -> PyTree:
+    """Nested dicts in one."""
+    return unflatten_dict(flatten_dict(first) | flatten_dict(second))
 
 
 def named_variables(params: PyTree, model_state: PyTree) -> dict[str, Any]:

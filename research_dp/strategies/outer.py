@@ -40,7 +40,7 @@ from research_dp.distributed.optimizer import map_state
 from research_dp.distributed.sharding import LeafSharding, by_path, fitted, fitted_tree
 from research_dp.errors import binding_error
 from research_dp.strategies import slots, strategy
-from research_dp.strategies.frozen import FROZEN, frozen_of
+from research_dp.strategies.frozen import FROZEN, frozen_of, with_values
 from research_dp.strategies.step import Gradients, Step
 from research_dp.strategies.strategy import PlacedBatch, TrainState, fitted_state
 from research_dp.types import PyTree
@@ -332,12 +332,13 @@ class Replicas:
         of_grads = jax.tree.map(
             lambda p: PartitionSpec(DATA_AXIS, *p.spec), self._step.shardings.slices
         )
+        of_frozen = jax.tree.map(lambda p: p.spec, self._step.shardings.frozen) or {}
         each: Any = PartitionSpec(DATA_AXIS)
         given = Gradients(of_grads, *(each,) * 4, specs.model_state, each)
         gradients: Any = jax.shard_map(
             self._gradients,
             mesh=self._mesh,
-            in_specs=(specs, PartitionSpec(), PartitionSpec(None, BATCH_AXES)),
+            in_specs=(specs, of_frozen, PartitionSpec(None, BATCH_AXES)),
             out_specs=given,
             check_vma=False,
         )
@@ -369,7 +370,7 @@ class Replicas:
     def _gradients(self, state: TrainState, frozen: PyTree, batch: PlacedBatch) -> Gradients:
         """The gradients of one replica, inside the map; arrays have a leading dim of length 1."""
         one = jax.tree.map(lambda x: x[0], state._replace(step=state.step[None]))
-        one = one._replace(model_state=_whole(one.model_state, frozen))
+        one = one._replace(model_state=with_values(one.model_state, frozen))
         given = self._step.gradients(one, batch)
         given = given._replace(model_state=_trained(given.model_state))
         return jax.tree.map(lambda x: x[None], given)
@@ -435,7 +436,7 @@ class Replicas:
         for i, mean in zip(found, means, strict=True):
             old[i], leaves[i] = mean, jnp.broadcast_to(mean[None], leaves[i].shape)
         state = tree.unflatten(old)
-        return _whole(state, frozen), tree.unflatten(leaves)
+        return with_values(state, frozen), tree.unflatten(leaves)
 
     def _mean(
         self, tree: PyTree, specs: PyTree, dtype: Any = None, codec: Codec | None = None
@@ -493,7 +494,7 @@ def one_of(state: TrainState, number: int) -> TrainState:
     """The state of one replica by itself."""
     each = _of_each(state)
     one = TrainState(*(jax.tree.map(lambda x: x[number], tree) for tree in each._replace(step=())))
-    model_state = _whole(one.model_state, frozen_of(state.model_state))
+    model_state = with_values(one.model_state, frozen_of(state.model_state))
     return one._replace(step=state.step, model_state=model_state)
 
 
@@ -501,11 +502,6 @@ def _of_each(state: TrainState) -> TrainState:
     """The state of replicas in place of the anchor's; arrays have a leading dim."""
     own = state.slots["outer"]["replicas"]
     return state._replace(params=own["params"], model_state=own["model_state"], slots=())
-
-
-def _whole(model_state: PyTree, frozen: PyTree) -> PyTree:
-    """A model state with its frozen parameters, if there are any."""
-    return {FROZEN: frozen, **model_state} if frozen else model_state
 
 
 def _trained(model_state: PyTree) -> PyTree:

@@ -23,7 +23,15 @@ from research_dp.distributed.optimizer import apply_in_step, map_state
 from research_dp.distributed.sharding import LeafSharding, ShardDecision, largest_dim, path_name
 from research_dp.errors import UsageError, binding_error, first_line
 from research_dp.strategies import slots, strategy
-from research_dp.strategies.frozen import MODEL_STATE, matched, plain_name
+from research_dp.strategies.frozen import (
+    FROZEN,
+    MODEL_STATE,
+    frozen_of,
+    matched,
+    plain_name,
+    with_values,
+    without_gradients,
+)
 from research_dp.strategies.outer import of_new_round
 from research_dp.strategies.step import step_of
 from research_dp.strategies.strategy import PlacedBatch, StrategyConfig, TrainSpec, TrainState
@@ -203,6 +211,13 @@ def infer_state_sharding(
             abstract.opt_state, slices, lambda _, p: p.spec, lambda _: PartitionSpec()
         ),
     )
+    frozen = frozen_of(abstract.model_state)
+    of_frozen: PyTree = ()
+    if frozen:
+        found = _param_shardings(config, spec, frozen)
+        of_frozen = without_gradients(_of_params(config, found, sharded=params_sharded))
+        specs.model_state[FROZEN] = jax.tree.map(lambda p: p.spec, of_frozen)
+        frozen = _by_parameter(frozen, of_frozen, _as_stored, lambda x: x)
     for name, slot in stateful(config).items():
         state = abstract.slots[name]
         specs.slots[name] = jax.tree.map(
@@ -213,12 +228,13 @@ def infer_state_sharding(
 
     stored = abstract._replace(
         params=_by_parameter(abstract.params, params, _as_stored, lambda x: x),
+        model_state=with_values(abstract.model_state, frozen),
         opt_state=_by_parameter(abstract.opt_state, slices, _as_stored, lambda x: x),
     )
     places = placement.shardings(config.mesh, specs)
     placed = jax.tree.map(lambda x, place: x.update(sharding=place), stored, places)
     logical = jax.tree.map(lambda x, y: x.update(sharding=_of_logical(x, y)), abstract, placed)
-    return strategy.StateShardings(params, slices), placed, logical
+    return strategy.StateShardings(params, slices, of_frozen), placed, logical
 
 
 def _of_logical(x: Any, stored: Any) -> NamedSharding:

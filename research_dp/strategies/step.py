@@ -34,8 +34,11 @@ from research_dp.distributed.sharding import (
     PART,
     STACK,
     LeafSharding,
+    Parted,
     fitted,
     is_sharded,
+    of_parts,
+    parted,
     replicated,
     unit_of,
 )
@@ -43,6 +46,7 @@ from research_dp.distributed.unit_order import Order
 from research_dp.distributed.units import Units
 from research_dp.errors import binding_error
 from research_dp.strategies import slots, strategy
+from research_dp.strategies.frozen import frozen_of, joined, with_values
 from research_dp.strategies.nonfinite import without_nonfinite
 from research_dp.strategies.strategy import PlacedBatch, StateShardings, TrainState, example_keys
 from research_dp.types import LossOutput, PyTree
@@ -187,8 +191,9 @@ class Step:
 
     def evaluate(self, state: TrainState, examples: Mapping[str, jax.Array]) -> Sums:
         """Metrics of a batch as arrays (2,) of sum and count."""
-        units = self.units()
-        params = state.params if self.spec.model.units else units.gather_all(state.params)
+        units, params = self.units(), state.params
+        if units.gather and not self.spec.model.units:
+            params = self.gathered(params, self.shardings.params)
         out = self.loss(params, state.model_state, examples, None, units)
         return self.sum_metrics(sums_of(out))
 
@@ -199,10 +204,10 @@ class Step:
 
         Gradients are averages, but for a plan that synchronises them once a step, after this.
         """
-        plan, params, scatter = self.plan, state.params, None
+        plan, params, model_state, scatter = self.plan, state.params, state.model_state, None
         units = self.units(keep=plan.gathers != "at use")
         if plan.gathers == "once":
-            params, scatter = jax.vjp(units.gather_all, state.params)
+            params, scatter, model_state = self.gathered_once(state)
             units = Units()
 
         def gradients(carry: PyTree, micro: PlacedBatch) -> tuple[PyTree, Any, PyTree]:
@@ -216,7 +221,7 @@ class Step:
                 grads, slot_state = self.sync(grads, state, slot_state)
             return grads, sums_of(out), (out.model_state, slot_state)
 
-        carry = state.model_state, state.slots
+        carry = model_state, state.slots
         if batch.position.shape[0] > 1:
             grads, sums, carry = add_up(gradients, carry, batch, self.config.accumulation_dtype)
         else:
@@ -224,6 +229,7 @@ class Step:
         model_state, slot_state = carry
         if scatter is not None:
             (grads,) = scatter(jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params))
+            model_state = with_values(model_state, frozen_of(state.model_state))
         return grads, model_state, sums, slot_state
 
     @functools.cached_property
@@ -286,16 +292,20 @@ class Step:
     ) -> LossOutput:
         """The model's loss; `units` gather shards. No `keys`: evaluation."""
         options: dict[str, Any] = {"train": keys is not None, "batch_axes": self.axes}
-        order = Order()
+        order, frozen = Order(), frozen_of(model_state)
         if self.spec.model.units:
             options["units"] = dataclasses.replace(units, order=order)
+        elif units.gather is not None:
+            full = self.gathered(frozen, self.shardings.frozen or {})
+            model_state = with_values(model_state, full)
         with self._split():
             out = self.spec.model.loss(params, model_state, batch, keys, **options)
         strategy.check_loss(out, self.spec)
         if keys is not None:
             self.weighted.append(isinstance(out.weight, jax.core.Tracer))
             slots.check_state(f"{self.spec.gin_name}.model", out.model_state, model_state)
-        return out._replace(total=order.finish(out.total))
+        model_state = with_values(out.model_state, frozen)
+        return out._replace(total=order.finish(out.total), model_state=model_state)
 
     @contextlib.contextmanager
     def _split(self) -> Iterator[None]:
@@ -315,7 +325,16 @@ class Step:
         return functools.partial(slot, **options)
 
     def gathered(self, shards: PyTree, shardings: PyTree, **rows: jax.Array) -> PyTree:
-        """What the slot gathers of shards, without padding; of tables maybe some rows alone."""
+        """What the slot gathers of shards, without padding; of tables maybe some rows alone.
+
+        Frozen parameters by themselves: a bucket with others would scatter a gradient for them.
+        """
+        layouts = parted(shardings, shardings)
+        if not jax.tree.leaves(shardings):
+            return shards
+        if all(map(jax.tree.leaves, layouts)):
+            parts = Parted(*map(self.gathered, parted(shards, shardings), layouts))
+            return of_parts(parts, shardings)
         if not self.axes:  # global arrays
             shards = jax.tree.map(lambda x, p: fitted(x, p.split_shape), shards, shardings)
         options = slots.options_of(self.gather, self._encoding(shardings))
@@ -326,6 +345,19 @@ class Step:
             return fitted(x, (*x.shape[:-1], *p.shape[-1:]) if rows else p.shape)
 
         return jax.tree.map(cut, full, shardings)
+
+    def gathered_all(self, params: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
+        """Unsharded parameters, and the model state with unsharded frozen ones."""
+        if self.config.gather is None:
+            return params, model_state
+        frozen = self.gathered(frozen_of(model_state), self.shardings.frozen or {})
+        return self.gathered(params, self.shardings.params), with_values(model_state, frozen)
+
+    def gathered_once(self, state: TrainState) -> tuple[PyTree, Callable[..., Any], PyTree]:
+        """`gathered_all` of a state: parameters, what scatters their gradient, model state."""
+        gather = functools.partial(self.gathered_all, model_state=state.model_state)
+        params, scatter, model_state = jax.vjp(gather, state.params, has_aux=True)
+        return params, scatter, model_state
 
     def units(self, *, keep: bool = False) -> Units:
         """How the model's units are gathered."""
@@ -338,7 +370,7 @@ class Step:
         look_up = self.gathered if takes_rows else None
         return Units(
             self.gathered,
-            self.shardings.params,
+            self.shardings.stored,
             look_up,
             keep=keep,
             prefetch=config.prefetch,
@@ -461,7 +493,7 @@ class Step:
         loss = self.loss_of(state, model_state, micro, units)
 
         def of_targets(given: PyTree, states: PyTree, late: PyTree) -> tuple[jax.Array, LossOutput]:
-            return loss(_joined(overlap.with_target(early, given, states), late))
+            return loss(joined(overlap.with_target(early, given, states), late))
 
         total, back, out = jax.vjp(of_targets, targets, early_states, late, has_aux=True)
         scale = jnp.ones_like(total)
@@ -479,9 +511,9 @@ class Step:
                         f": the gradient of {p.path} is ready {synced[p.path]} times in a step"
                     )
                     raise binding_error("data_parallel.sync", f".by_unit{problem}. Bind False.")
-            new = by_field(_joined(new_states, late_new), params)
+            new = by_field(joined(new_states, late_new), params)
             slot_state = {**slot_state, "sync": slots.of_all_devices("sync", slot, new, own)}
-        return _joined(grads, late_means), out, slot_state
+        return joined(grads, late_means), out, slot_state
 
 
 def _early_and_late(tree: PyTree, kinds: Mapping[str, str]) -> tuple[PyTree, PyTree]:
@@ -493,10 +525,6 @@ def _early_and_late(tree: PyTree, kinds: Mapping[str, str]) -> tuple[PyTree, PyT
         unflatten_dict({k: x for k, x in flat.items() if (k in early) is is_early})
         for is_early in (True, False)
     )
-
-
-def _joined(first: PyTree, second: PyTree) -> PyTree:
-    return unflatten_dict(flatten_dict(first) | flatten_dict(second))
 
 
 def _scale_of(count: jax.Array, rows: int) -> jax.Array:

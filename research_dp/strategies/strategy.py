@@ -91,6 +91,12 @@ class StateShardings(NamedTuple):
 
     params: PyTree
     slices: PyTree
+    frozen: PyTree = ()  # frozen parameters, between steps
+
+    @property
+    def stored(self) -> PyTree:
+        """All parameters between steps, frozen ones too."""
+        return frozen.joined(self.params, self.frozen) if self.frozen else self.params
 
 
 @checked

@@ -7,7 +7,7 @@ import jax
 from research_dp.console import Table, table
 from research_dp.distributed.mesh import BATCH_AXES, sizes_text
 from research_dp.distributed.placement import nbytes
-from research_dp.distributed.sharding import LeafSharding, by_path
+from research_dp.distributed.sharding import LeafSharding
 from research_dp.strategies import Strategy
 from research_dp.strategies.frozen import frozen_of
 from research_dp.strategies.strategy import unsharded_reason
@@ -35,9 +35,10 @@ def parameter_table(strategy: Strategy) -> Table:
     if len(params) > _MAX_ROWS:
         shown.add_row(f"and {len(params) - _MAX_ROWS} more", *[""] * 6)
     shown.add_row("all", "", "", "", "", f"{per_device:,}", f"of {total:,} in all")
-    if frozen := by_path(frozen_of(strategy.abstract_state.model_state)):
-        size = f"{nbytes(frozen)[0]:,}"
-        shown.add_row(f"{len(frozen)} frozen", "", "", "replicated", "none", size, "in model_state")
+    if frozen := jax.tree.leaves(strategy.shardings.frozen):
+        here = f"{sum(p.nbytes_per_device for p in frozen):,}"
+        in_all = f"of {sum(p.nbytes for p in frozen):,} in all, in model_state"
+        shown.add_row(f"{len(frozen)} frozen", "", "", "", "none", here, in_all)
     return shown
 
 
@@ -55,7 +56,7 @@ def summary(strategy: Strategy) -> list[str]:
         f"{_size_text('optimizer state', *sizes['opt_state'])}",
     ]
     if frozen := frozen_of(strategy.abstract_state.model_state):
-        lines.append(f"frozen parameters {_bytes_text(nbytes(frozen)[0])}, on each device")
+        lines.append(_size_text("frozen parameters", *nbytes(frozen)))
     if text := encoded_text(strategy):
         lines.append(text)
     if (outer := strategy.config.outer) is not None:

@@ -1,4 +1,4 @@
-"""Frozen parameters: no gradient, no optimizer state, no byte on the wire, under every strategy."""
+"""Frozen parameters: no gradient, no optimizer state; gathered where parameters are sharded."""
 
 import dataclasses
 import functools
@@ -28,6 +28,7 @@ from tests.support.strategies import traffic
 # gathers once for both passes of `fsdp`; JAX 0.11's gathers again what the backward pass needs:
 # kernels behind the first, as long as something before them is trained.
 PASSES = {"single": 0, **dict.fromkeys(("ddp", "zero1", "zero2", "fsdp", "fsdp_keep"), 2)}
+GATHERS = ("fsdp", "fsdp_keep", "hsdp", "spmd_fsdp")
 HIDDEN = "hidden_.*"
 FROZEN = ("hidden_0/bias", "hidden_0/kernel", "hidden_1/bias", "hidden_1/kernel")
 SHIPPED = sorted({*PASSES, "hsdp", "spmd", "spmd_fsdp"})
@@ -60,8 +61,9 @@ def test_only_the_others_train_and_have_optimizer_state(stem):
     assert {k for k, x in by_path(first[0]).items() if (x == after[k]).all()} == set(FROZEN)
     moments = {path.split("/", 2)[-1] for path in by_path(state.opt_state) if "/mu/" in path}
     assert moments == {"head/bias", "head/kernel"}
+    gathers = stem in GATHERS
     for x in jax.tree.leaves(state.model_state):
-        assert x.is_fully_replicated
+        assert x.is_fully_replicated is not (gathers and x.ndim == 2)
     # Adam's two moments and the count.
     head = sum(x.nbytes for path, x in after.items() if path not in FROZEN)
     assert nbytes(strategy.abstract_state.opt_state)[1] == 2 * head + 4
@@ -69,7 +71,7 @@ def test_only_the_others_train_and_have_optimizer_state(stem):
 
 @pytest.mark.parametrize("stem", SHIPPED)
 def test_the_compiled_program_sends_what_the_others_need(stem):
-    """As much as a model sends that has no other parameters: the frozen ones add no byte."""
+    """As much as a model sends that has no other parameters, and what gathers the frozen ones."""
 
     def sent(**options):
         strategy = recipe(stem).build(spec_of(**options))
@@ -84,6 +86,8 @@ def test_the_compiled_program_sends_what_the_others_need(stem):
         # Beside it the norm has a flag for each sharded gradient, 4 bytes that are all-reduced.
         frozen = [p for path, p in slices.items() if path in FROZEN]
         share = sum(PASSES[stem] * p.nbytes + 8 * (p.dim is not None) for p in frozen)
+        if stem in GATHERS:
+            share -= sum(p.nbytes for p in frozen if p.dim is not None)
         devices = strategy.mesh.size
         if stem == "fsdp" and jax.__version_info__ >= (0, 11):
             share += sum(slices[path].nbytes for path in ("hidden_1/kernel", "head/kernel"))
@@ -171,3 +175,14 @@ def test_a_state_of_the_name_of_frozen_parameters_is_refused():
 def test_patterns_that_freeze_nothing_or_everything_are_refused(frozen, problem):
     with pytest.raises(UsageError, match=rf"^TrainSpec.frozen.*{problem}"):
         recipe("ddp").build(spec_of(frozen=frozen))
+
+
+def test_a_frozen_base_is_stored_in_shards_and_gathered_as_the_table_says():
+    """Of matrices alone, so that all can be sharded: an eighth on each of 8 devices."""
+    bindings = ("shard_params.min_weight_size = 0", decoder.LOOK_AHEAD)
+    found, strategy = losses("fsdp", *bindings, frozen=IN_PART)
+    np.testing.assert_allclose(found, expected_losses(IN_PART), rtol=2e-5)
+    here, total = nbytes(strategy.abstract_state.model_state)
+    assert here <= 1.02 / 8 * total
+    sent = sum(c.wire_bytes for c in traffic(strategy) if c.nbytes > 512)
+    assert sent <= min_wire_bytes(strategy, strategy.spec)

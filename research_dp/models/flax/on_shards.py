@@ -171,7 +171,7 @@ def _scan_ahead(
         return _evaluate(program, given, units)[: len(carry)]
 
     stack = {i: x.value for i, x in shards.items()}
-    return scan_prefetched(turn, lambda x: gather(x, shardings), stack, list(carry), each)
+    return scan_prefetched(turn, gather, shardings, stack, list(carry), each)
 
 
 def _can_look_ahead(equation: Any, program: Any, given: Sequence[Any]) -> bool:
