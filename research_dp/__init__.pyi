@@ -75,7 +75,7 @@ from .distributed.sharding import (
 from .distributed.update import fsdp_apply_gradients, fsdp_update
 from .errors import UsageError
 from .models.flax.linen import linen_functions
-from .models.flax.nnx import nnx_functions
+from .models.flax.nnx import nnx_functions, nnx_variables, update_nnx
 from .models.supervised import from_linen, from_nnx
 from .strategies import (
     Strategy,
@@ -105,11 +105,11 @@ __all__ = [
     "fsdp_update", "gather_array_with_mean_grads", "gather_examples", "gather_params",
     "gather_tree", "global_mean", "global_norm", "infer_sharding", "init_sharded",
     "largest_dim", "linen_functions", "load", "load_hf", "make_mesh", "mapped", "metric_means",
-    "nnx_functions", "on_matrices", "one_device_mesh", "pad_to_multiple",
+    "nnx_functions", "nnx_variables", "on_matrices", "one_device_mesh", "pad_to_multiple",
     "place_batch_on_shards", "place_model_state_on_shards", "place_nnx_state_on_shards", "plan",
     "reduce_gradient_tree", "reduce_gradients_across_devices", "run", "scatter_gradients",
     "scatter_mean", "scatter_mean_tree", "shard_module_params", "shard_nnx_module_params",
     "shard_params", "sharded_global_norm", "sharding_report", "slice_specs", "slice_state",
     "spmd_train_step", "strategy", "sync_gradients", "train_batches", "unpad",
-    "unsharded_state", "weighted_loss", "weighted_mean",
+    "unsharded_state", "update_nnx", "weighted_loss", "weighted_mean",
 ]  # fmt: skip

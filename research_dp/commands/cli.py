@@ -51,7 +51,7 @@ _HELP = {
     "imports": "A module of yours that registers functions with gin; repeatable.",
     "allow_unused": "Accept bindings without effect.",
 }
-_OBJECTS = ("model", "data", "optimizer")  # parameters that are no flags
+_OBJECTS = ("model", "data", "optimizer", "initial")  # parameters that are no flags
 # Help on flags that share a parameter with another.
 _BINDING = "The same, shorter: --gin.train.num_steps=20. A bare word is a string."
 _VARY_FILE = "Files of which each run adds one; nothing before or after a comma: none. Repeatable."

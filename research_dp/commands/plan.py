@@ -134,7 +134,7 @@ def _plan(
     named = asked.strategies
     names = named if isinstance(named, str) else ",".join(named)
     of_session = ("imports", "allow_unused", *python_objects.REFERENCES)
-    common = {name: getattr(asked, name) for name in of_session}
+    common = {name: getattr(asked, name) for name in of_session if hasattr(asked, name)}
     with (
         session(asked.gin_files, asked.bindings, **common) as run,
         Progress("Reading the configuration") as report,

@@ -30,6 +30,7 @@ from research_dp.runs.checkpoint import SavedState, read_saved
 from research_dp.runs.manifest import Damaged
 from research_dp.strategies import Strategy
 from research_dp.strategies.frozen import with_frozen
+from research_dp.training import python_objects
 from research_dp.training.initial import HfCheckpoint
 from research_dp.types import PyTree, TrainableModel
 
@@ -62,6 +63,7 @@ def load(
     workdir: str | os.PathLike[str],
     step: CountOrZero | None = None,
     *,
+    model: python_objects.Model | None = None,
     strategy: Strategy | None = None,
     imports: Sequence[str] = (),
 ) -> LoadedModel:
@@ -72,6 +74,7 @@ def load(
     Args:
         workdir: Folder of a run, which may be going on.
         step: Of the checkpoint; None: the newest.
+        model: That of the run, if `run` was given it as an object.
         strategy: A built strategy, whose shardings the parameters get, as `abstract_state` has
             them. None: they are unsharded, on the default device.
         imports: Modules of yours besides those that the run imported.
@@ -87,7 +90,8 @@ def load(
         run.load(complete=False, saved=folder)
         jax_setup.set_up_devices(None)
         saved = read_saved(folder, step)
-        model = gin_internals.frozen("train.model")
+        if model is None:
+            model = gin_internals.frozen("train.model")
         if strategy is None:
             params, model_state = jax.device_put((saved.params, saved.model_state))
         else:
@@ -95,6 +99,7 @@ def load(
             state = strategy.abstract_state
             like = with_frozen(state.params, state.model_state)
             params, model_state = place((saved.params, saved.model_state), like)
+    assert model is not None
     if model.apply is not None and model_state:
         model = dataclasses.replace(model, apply=_with_state(model.apply, model_state))
     return LoadedModel(model, params, model_state, saved.step)

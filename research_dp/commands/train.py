@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
@@ -21,9 +22,12 @@ from research_dp.commands import dry_run as dry_runs
 from research_dp.commands.configured import Bindings, Files, session
 from research_dp.config.load import Config
 from research_dp.errors import UsageError
+from research_dp.models.flax.nnx import nnx_variables
 from research_dp.runs import files
 from research_dp.runs.facts import read_summary
 from research_dp.training import preemption, python_objects, train
+from research_dp.training.initial import InitialTree
+from research_dp.types import PyTree
 
 # What is worth comparing with a strategy, where it is not zero1.
 _COMPARISONS = {"zero1": "fsdp", "single": "ddp", "spmd": "ddp"}
@@ -42,6 +46,7 @@ def run(
     model: python_objects.Model | None = None,
     data: python_objects.Data | None = None,
     optimizer: python_objects.Optimizer | None = None,
+    initial: PyTree | None = None,
     imports: Sequence[str] = (),
     cpu_devices: Count | None = None,
     allow_unused: bool = False,
@@ -58,6 +63,8 @@ def run(
         model: The model, as an object, in place of `train.model` of the files and bindings.
         data: The same of `train.data`.
         optimizer: The same of `train.optimizer`.
+        initial: A new run's first parameters, of `train.initial`: a tree of arrays such as the
+            `params` of a state, Linen's variables, or an NNX module.
         imports: Modules of yours that register functions with gin.
         cpu_devices: Number of devices into which this machine's CPU is split. JAX must not be in
             use yet, or have been split so.
@@ -73,7 +80,11 @@ def run(
     """
     if not workdir:
         raise UsageError("run needs a workdir: results and checkpoints go there.")
-    objects = {"model": model, "data": data, "optimizer": optimizer}
+    if isinstance(initial, nnx.Module):
+        params, model_state = nnx_variables(initial)
+        initial = {"params": params, **model_state}
+    begun = None if initial is None else InitialTree(initial)
+    objects = {"model": model, "data": data, "optimizer": optimizer, "initial": begun}
     with session(
         gin_files, bindings, imports=imports, allow_unused=allow_unused, **objects
     ) as loaded:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,12 +100,19 @@ def carry_of(scan: JaxprEqn) -> tuple[int, int]:
 
 def source_line(equation: Any) -> str:
     """The line of a source that made an operation: the innermost outside of the libraries."""
-    traceback = equation.source_info.traceback
-    frames = traceback.frames if traceback else []
+    made = equation.source_info.traceback
+    frames = made.frames if made else []
     own = next((f for f in frames if not f.file_name.startswith(_LIBRARIES)), None)
     if own is None:
         return "an unknown line"
     return f"{Path(own.file_name).name}:{own.line_num} ({own.function_name})"
+
+
+def line_of(error: BaseException) -> str:
+    """The line that an error comes from: the innermost outside of the libraries."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    own = next((f for f in frames if not f.filename.startswith((*_LIBRARIES, "<"))), None)
+    return f"{own.filename}:{own.lineno} ({own.name})" if own else "an unknown line"
 
 
 def is_elementwise(equation: JaxprEqn) -> bool:

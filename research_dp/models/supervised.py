@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,14 @@ from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError, first_line
 from research_dp.models.flax.linen import linen_functions_of_inputs
-from research_dp.models.flax.module_calls import Names
+from research_dp.models.flax.module_calls import (
+    SOWN,
+    Given,
+    Inputs,
+    Streams,
+    inputs_of,
+    names_of,
+)
 from research_dp.models.flax.module_units import Selection, find_units
 from research_dp.models.flax.nnx import nnx_functions_of_inputs
 from research_dp.models.flax.on_shards import apply_in_units
@@ -28,32 +36,43 @@ from research_dp.types import Batch, Functions, LossOutput, PyTree, TrainableMod
 
 # (output, target) -> one number per example, (B,), or per position, (B, ...).
 PerExample = Callable[[Any, Any], jax.Array]
+# That, or (apply, params, batch, keys) -> such numbers, or them and metrics by name.
+Loss = Callable[..., Any]
 
 
 @checked
 def from_linen(
     module: nn.Module,
     *,
-    loss: PerExample,
-    inputs: Names = "x",
+    loss: Loss,
+    inputs: Inputs = "x",
     targets: str | None = "y",
     metrics: Mapping[str, PerExample] | None = None,
     weights: str | None = None,
     config: Mapping[str, Any] | None = None,
     bounds: Bounds | None = None,
     units: Selection | None = None,
+    rngs: Streams = (),
+    eval_module: nn.Module | None = None,
 ) -> TrainableModel:
     """A Linen module and its loss, for every strategy.
 
     An argument or field `train`, `training`, `is_train`, `is_training`, `deterministic` or
     `use_running_average` of the module says whether it trains. `nn.Dropout` has one mask per
-    example, whatever the devices. `nn.BatchNorm` has the statistics of the global micro-batch.
+    example, whatever the devices. `nn.BatchNorm` has the statistics of the global micro-batch,
+    whatever axis it names. What is sown into collection 'losses' is added to the loss, into
+    'metrics' is logged; each by its path, numbers that are means over examples.
 
     Args:
-        module: Its `__call__` takes the inputs by position.
+        module: Its `__call__` takes the inputs.
         loss: (output, target) -> one number per example, (B,), or per position, (B, T), e.g.
-            `optax.softmax_cross_entropy_with_integer_labels`.
-        inputs: Name of the array of a batch that is the input, or several in order.
+            `optax.softmax_cross_entropy_with_integer_labels`. Or, with these names, (apply, params,
+            batch, keys) -> such numbers, or (numbers, metrics by name): it calls `apply(params,
+            ...)` as it calls the module, whose mode, keys and state are given. `keys` (B,) are the
+            examples', None in evaluation.
+        inputs: Name of the array of a batch that is the input, or several in order; a dict of
+            arguments, each the name of an array, or a constant; or a function of the batch, a dict
+            of arrays, that makes the one argument. An own call is only initialised with them.
         targets: Name of the target; None: `loss` and `metrics` take (output, batch).
         metrics: Name -> a function like `loss`, whose weighted mean is logged.
         weights: Name of an array of weights, (B,) or (B, T); None: all examples weigh the same. A
@@ -63,12 +82,15 @@ def from_linen(
         units: Submodules whose parameters are gathered for their calls alone: a class, or a pattern
             of paths such as 'blocks_*', or several of both. None: direct submodules of more than 4
             million parameters. (): none; all parameters are gathered together.
+        rngs: Streams that the module draws from other than by `nn.Dropout`, such as 'sample'. It is
+            then called for each example by itself, with keys of the example, in evaluation too.
+        eval_module: The module in evaluation, of the same parameters; None: `module`.
 
     Raises:
         UsageError: The module does not take these inputs. While it is traced: the loss is not one
-            number per example, or the module draws random numbers other than by `nn.Dropout`.
+            number per example, or the module draws from a stream that `rngs` does not name.
     """
-    functions = linen_functions_of_inputs(module, inputs)
+    functions = linen_functions_of_inputs(module, inputs, rngs=rngs, eval_module=eval_module)
     return supervised(functions, loss, inputs, targets, metrics, weights, config, bounds, units)
 
 
@@ -76,14 +98,15 @@ def from_linen(
 def from_nnx(
     factory: Callable[..., nnx.Module],
     *,
-    loss: PerExample,
-    inputs: Names = "x",
+    loss: Loss,
+    inputs: Inputs = "x",
     targets: str | None = "y",
     metrics: Mapping[str, PerExample] | None = None,
     weights: str | None = None,
     config: Mapping[str, Any] | None = None,
     bounds: Bounds | None = None,
     units: Selection | None = None,
+    rngs: Streams = (),
 ) -> TrainableModel:
     """An NNX module and its loss, for every strategy.
 
@@ -103,20 +126,21 @@ def from_nnx(
         config: As in `from_linen`.
         bounds: As in `from_linen`.
         units: As in `from_linen`.
+        rngs: As in `from_linen`; `factory` is given these streams.
 
     Raises:
         UsageError: `factory` takes more than `rngs`. While the module is traced: it does not take
             these inputs, the loss is not one number per example, or the module draws random numbers
-            other than by `nnx.Dropout`.
+            other than by `nnx.Dropout` and without `rngs`.
     """
-    functions = nnx_functions_of_inputs(factory, inputs)
+    functions = nnx_functions_of_inputs(factory, inputs, rngs=rngs)
     return supervised(functions, loss, inputs, targets, metrics, weights, config, bounds, units)
 
 
 def supervised(
     functions: Functions,
-    loss: PerExample,
-    inputs: str | Sequence[str],
+    loss: Loss,
+    inputs: Inputs,
     targets: str | None,
     metrics: Mapping[str, PerExample] | None = None,
     weights: str | None = None,
@@ -127,28 +151,23 @@ def supervised(
     """A model whose loss compares an output of `functions` with a target.
 
     Args:
-        functions: They take the array of a batch that `inputs` names, or a tuple of several.
-        loss: (output, target) -> (B,), or (B, ...) for a loss per position.
-        inputs: Name of an array of a batch, or several.
-        targets: Name of the target; None: `loss` and `metrics` take (output, batch).
+        functions: They take what `inputs_of` makes of a batch.
+        loss: This and the others are as in `from_linen`.
+        inputs: Of an example that has no weight at all they are taken as 0.
+        targets: Where its weight is 0, it is taken as 0.
         metrics: Name -> a function like `loss`.
-        weights: Name of weights (B,) or (B, ...); None: all are 1. `mask` (B,) of a batch, 0 for
-            padding, multiplies them. Where they are 0, the target is taken as 0, and so are the
-            inputs of an example that has no weight at all.
+        weights: `mask` (B,) of a batch, 0 for padding, multiplies them.
         config: As in `TrainableModel`.
         bounds: As in `TrainableModel`.
-        units: As in `from_linen`.
+        units: None finds large ones.
     """
-
-    def inputs_of(batch: Batch) -> Any:
-        return batch[inputs] if isinstance(inputs, str) else tuple(batch[name] for name in inputs)
-
-    scaling = _Scaling(weights, (inputs,) if isinstance(inputs, str) else inputs)
+    has_own_call = _calls_model(loss, metrics)
+    scaling = _Scaling(weights, names_of(inputs), all_inputs=callable(inputs))
 
     def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
-        for name in (targets, weights):  # a batch without them is refused
+        for name in (None if has_own_call else targets, weights):  # a batch without is refused
             name is None or batch[name]
-        return functions.init(key, inputs_of(batch))
+        return functions.init(key, inputs_of(inputs, batch))
 
     def loss_of(
         params: PyTree,
@@ -159,45 +178,118 @@ def supervised(
         **options: Any,
     ) -> LossOutput:
         scales = scaling.of(batch)
-        x = jax.tree.map(functools.partial(_zeroed, scales), inputs_of(batch))
+        counted = {name: scaling.zeroed(batch, name) for name in batch}
+        x = counted
+        if not has_own_call:
+            x = jax.tree.map(functools.partial(_zeroed, scales), inputs_of(inputs, batch))
         rows = jax.tree.leaves(x)[0].shape[0]
 
         def run(params: PyTree, model_state: PyTree, x: Any, keys: Any, **units: Any) -> Any:
-            return functions.apply(params, model_state, x, keys=keys, **options, **units)
+            apply = functools.partial(functions.apply, keys=keys, **options, **units)
+            if has_own_call:
+                return _called_by(loss, apply, params, model_state, x, keys)
+            return apply(params, model_state, x)
 
         if units is None or units.gather is None:
             output, model_state = run(params, model_state, x, keys)
         else:
             output, model_state = apply_in_units(run, units, params, model_state, x, keys)
-        if targets is None:
-            target: Any = {k: scaling.zeroed(batch, k) for k in batch}
+        model_state, sown = _without_sown(model_state)
+        if has_own_call:
+            target: Any = None
+            value, given = output if isinstance(output, tuple) else (output, {})
         else:
-            target = _zeroed(scales, batch[targets], by_position=True)
-
-        def summed(name: str, function: PerExample) -> tuple[jax.Array, Any]:
-            values = _checked_values(name, _called(name, function, output, target), rows, target)
-            return _weighted_sum(name, values, scales)
-
-        total, count = summed("loss", loss)
-        sums = {name: summed(name, function) for name, function in (metrics or {}).items()}
-        return LossOutput(total, count, model_state, sums)
+            target = counted
+            if targets is not None:
+                target = _zeroed(scales, batch[targets], by_position=True)
+            value = _called("loss", loss, output, target)
+            given = {k: _called(k, f, output, target) for k, f in (metrics or {}).items()}
+        values = _checked_values("loss", value, rows, target)
+        found = {name: _checked_values(name, x, rows, target) for name, x in given.items()}
+        values, found = _with_sown(values, found, sown)
+        sums = {name: _weighted_sum(name, x, scales) for name, x in found.items()}
+        return LossOutput(*_weighted_sum("loss", values, scales), model_state, sums)
 
     def apply(params: PyTree, x: Any, model_state: PyTree | None = None) -> Any:
-        if isinstance(x, Mapping):
-            needed = {inputs} if isinstance(inputs, str) else {*inputs}
-            if missing := sorted(needed - x.keys()):
-                raise UsageError(f"apply: the inputs {sorted(x)} lack {missing[0]!r}.")
-            x = inputs_of(x)
-        several = not isinstance(inputs, str) and not isinstance(x, tuple)
-        return functions.predict(params, (x,) if several else x, model_state)
+        return functions.predict(params, _as_inputs(inputs, x), model_state)
 
     def units_of(batch: Batch) -> Mapping[str, str]:
         variables = jax.eval_shape(lambda key: init(key, batch), seed_key(0))
-        return find_units(functions, units, variables, inputs_of(batch))
+        return find_units(functions, units, variables, inputs_of(inputs, batch))
 
     found = units_of if units is None or units or units == "" else None
     more: Any = {"bounds": bounds or {}, "apply": apply, "counted": scaling.counted}
     return TrainableModel(init, loss_of, config or {}, find_units=found, **more)
+
+
+def _calls_model(loss: Loss, metrics: Any) -> bool:
+    """Whether a loss calls the model by itself; UsageError if there are metrics besides."""
+    is_own = next(iter(inspect.signature(loss).parameters), None) == "apply"
+    if is_own and metrics:
+        raise UsageError(
+            "metrics: a loss that takes `apply` returns its metrics, (numbers, {name: numbers})."
+        )
+    return is_own
+
+
+def _as_inputs(inputs: Inputs, x: Any) -> Any:
+    """What a model is given, of a batch or of the inputs themselves."""
+    if isinstance(x, Mapping):
+        if missing := sorted({*names_of(inputs)} - x.keys()):
+            raise UsageError(f"apply: the inputs {sorted(x)} lack {missing[0]!r}.")
+        return inputs_of(inputs, x)
+    several = not isinstance(inputs, str) and not callable(inputs) and not isinstance(x, tuple)
+    return (x,) if several else x
+
+
+def _called_by(
+    loss: Loss,
+    apply: Callable[..., Any],
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    keys: jax.Array | None,
+) -> tuple[Any, PyTree]:
+    """(what a loss returns that calls the model by itself, new model state).
+
+    The state goes from call to call; what they sow comes together.
+    """
+    states, sown = [model_state], dict[str, dict[str, Any]]()
+
+    def call(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        y, state = apply(params, states[-1], Given(args, kwargs))
+        state, own = _without_sown(state)
+        states.append(state)
+        for kind, numbers in own.items():
+            for name, number in numbers.items():
+                of_kind = sown.setdefault(kind, {})
+                of_kind[name] = of_kind.get(name, 0) + number
+        return y
+
+    values = loss(call, params, batch, keys)
+    return values, {**states[-1], **sown}
+
+
+def _with_sown(
+    loss: jax.Array,
+    metrics: dict[str, jax.Array],
+    sown: Mapping[str, Mapping[str, jax.Array]],
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss (B, ...), and metrics by name, with the numbers that were sown for them."""
+    for kind, numbers in sown.items():
+        for name, number in numbers.items():  # one of all examples, or one of each, (B,)
+            if name in metrics:
+                raise UsageError(f"two metrics have the name {name!r}. Sow by another name.")
+            dims = number.shape + (1,) * (loss.ndim - number.ndim)
+            metrics[name] = jnp.broadcast_to(number.reshape(dims), loss.shape)
+            loss = loss + metrics[name] if kind == "losses" else loss
+    return loss, metrics
+
+
+def _without_sown(model_state: PyTree) -> tuple[PyTree, dict[str, dict[str, Any]]]:
+    """The state, and the numbers that were sown, by collection and path."""
+    sown = {kind: model_state[kind] for kind in SOWN if kind in model_state}
+    return {kind: x for kind, x in model_state.items() if kind not in sown}, sown
 
 
 def _called(name: str, function: PerExample, output: Any, target: Any) -> Any:
@@ -254,6 +346,7 @@ class _Scaling(NamedTuple):
 
     weights: str | None
     inputs: Sequence[str]
+    all_inputs: bool
 
     def of(self, batch: Batch) -> list[Any]:
         names = [*([] if self.weights is None else [self.weights]), *{"mask"}.intersection(batch)]
@@ -261,10 +354,13 @@ class _Scaling(NamedTuple):
 
     def counted(self, batch: Batch, name: str) -> Any:
         """`TrainableModel.counted`."""
-        return _counted(self.of(batch), batch[name], by_position=name not in self.inputs)
+        return _counted(self.of(batch), batch[name], by_position=not self.is_input(name))
+
+    def is_input(self, name: str) -> bool:
+        return self.all_inputs or name in self.inputs
 
     def zeroed(self, batch: Batch, name: str) -> jax.Array:
-        return _zeroed(self.of(batch), batch[name], by_position=name not in self.inputs)
+        return _zeroed(self.of(batch), batch[name], by_position=not self.is_input(name))
 
 
 def _counted(scales: Sequence[Any], x: Any, *, by_position: bool) -> Any:

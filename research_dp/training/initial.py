@@ -14,15 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.argument_checks import checked
+from research_dp.distributed.boxed import is_box, value_of
 from research_dp.distributed.sharding import by_path, fitted, path_name
 from research_dp.errors import UsageError, binding_error, check_patterns, printable, some_of
 from research_dp.runs import checkpoint, files, published
 from research_dp.runs import checkpoint_files as on_disk
 from research_dp.runs.checksum import tree_checksums
 from research_dp.runs.manifest import Damaged
-from research_dp.runs.tensor_files import Joined, Row, Tensor, tensors_of
+from research_dp.runs.tensor_files import Row, tensors_of
 from research_dp.strategies import Strategy
 from research_dp.strategies.frozen import MODEL_STATE, matched, named_variables, plain_name
+from research_dp.types import PyTree
 
 Wanted = Mapping[str, jax.ShapeDtypeStruct]  # with shardings; dims may be longer, for padding
 # The arrays of a file or a folder by its own names: all shapes, and what reads some onto shards.
@@ -62,6 +64,10 @@ class InitialParams:
     _advice = ", or .rename change names"
     _anew = re.compile("(?!)")  # begins at the seed, where the source lacks it
 
+    @property
+    def _shown(self) -> str:
+        return str(files.shown(self._path))
+
     def _opened(self, config: Mapping[str, Any]) -> Source:
         """What there is. Raises Damaged, or OSError."""
         path = self._path
@@ -87,7 +93,7 @@ class InitialParams:
         self, here: Wanted, stored: Wanted, config: Mapping[str, Any], say: Callable[[str], None]
     ) -> dict[str, jax.Array]:
         """The arrays `here` by name, as they are `stored`, for a model with a `config`."""
-        path = files.shown(self._path)
+        path = self._shown
         try:
             shapes, read = checkpoint.in_all_processes(lambda: self._opened(config))
             taken = self._taken({name: tuple(shape) for name, shape in shapes.items()}, here)
@@ -143,7 +149,7 @@ class InitialParams:
                 taken[name] = found[name]
         if problems:
             raise UsageError(
-                f"{self._where} = {files.shown(self._path)} does not fit the model: "
+                f"{self._where} = {self._shown} does not fit the model: "
                 f"{some_of(problems, 5)}.\n  Let {self._name}.skip match what begins anew"
                 f"{self._advice}. It has {some_of(sorted(found), 5)}.",
                 binding=self._where,
@@ -162,6 +168,27 @@ def _lost(x: jax.Array, dtype: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=1)
 def _any_lost(x: jax.Array, dtype: Any) -> jax.Array:
     return jnp.any(_lost(x, dtype))
+
+
+class InitialTree(InitialParams):
+    """A run's first parameters, given in Python: `research_dp.run(..., initial=tree)`."""
+
+    _name = _where = "initial"
+    _shown = "the tree"
+    _advice = ""
+
+    def __init__(self, tree: PyTree):
+        self._rename, self._skip = {}, ()
+        plain = jax.tree.map(value_of, tree, is_leaf=is_box)
+        is_of_linen = isinstance(plain, Mapping) and "params" in plain
+        self._arrays = {
+            path if not is_of_linen or path.startswith(("params/", MODEL_STATE)) else
+            MODEL_STATE + path: x
+            for path, x in by_path(plain).items()
+        }  # fmt: skip
+
+    def _opened(self, config: Mapping[str, Any]) -> Source:
+        return _of_tensors(self._arrays)
 
 
 @gin.register("hf_checkpoint", module="initial")
@@ -242,7 +269,7 @@ def _rows(table: Sequence[Sequence[Any]]) -> list[Row]:
     return rows
 
 
-def _of_tensors(tensors: Mapping[str, Tensor | Joined]) -> Source:
+def _of_tensors(tensors: Mapping[str, Any]) -> Source:
     """Tensors of which each device's part is read by itself."""
     shapes = {name: x.shape for name, x in tensors.items()}
 

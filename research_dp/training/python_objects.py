@@ -11,13 +11,19 @@ import gin
 import optax
 
 from research_dp.errors import binding_error
+from research_dp.training.initial import InitialTree
 from research_dp.types import DataSet, TrainableModel
 
 Model = Annotated[TrainableModel, "a TrainableModel, e.g. of research_dp.from_linen"]
 Data = Annotated[DataSet, "a DataSet, e.g. of research_dp.from_arrays"]
 Optimizer = Annotated[optax.GradientTransformation, "an optimizer of Optax"]
 
-_KINDS = {"model": TrainableModel, "data": DataSet, "optimizer": optax.GradientTransformation}
+_KINDS = {
+    "model": TrainableModel,
+    "data": DataSet,
+    "optimizer": optax.GradientTransformation,
+    "initial": InitialTree,
+}
 # Parameter of `train` -> what is bound to it in place of an object.
 REFERENCES = {name: f"@{name}_given_in_python()" for name in _KINDS}
 # Those of the innermost call of this thread that was given any.

@@ -101,7 +101,7 @@ def train(
         loss_over: What a loss that mixes examples is taken over. 'batch' refuses one that takes
             each device's part; 'device' accepts it, as another algorithm on other devices.
         frozen: Regular expressions that match the full paths of parameters that are not trained.
-            These have no gradient and no optimizer state, and each device has all of them.
+            These have no gradient and no optimizer state.
         check_replicas_every: Compare the replicas of the state each so many steps too; a difference
             ends the run. None: after the first step and before each save alone.
         writers: Where records go besides `metrics.jsonl` and TensorBoard: `[@wandb, @mlflow]`, or a

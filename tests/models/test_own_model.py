@@ -364,17 +364,16 @@ def test_options_of_a_module_that_names_none_have_all_that_linen_functions_gives
 
 
 REFUSED = {
-    own.own_axis: "BatchNorm has axis_name = 'batch'. Leave it out",
     own.own_mean: "Net communicates along axis 'batch', which no mesh here has",
     own.masked_norm: "BatchNorm with a mask",
-    own.sown: "Net gives variables 'losses' another structure at each call, as `sow` does",
-    own.always_drops: "the RNG stream 'dropout' of Flax in evaluation. Give its dropout layers",
+    own.sown: "Net gives variables 'kept' another structure at each call. Sow into 'losses'",
+    own.always_drops: r"'dropout' of Flax in evaluation, at .*py:\d+ .*Give its dropout layers",
     own.always_batch_statistics: "Net changes its variables in evaluation. Give nn.BatchNorm",
     own.one_mask: r"broadcast_dims = \(0,\): one mask for all examples",
     own.of_features: r"a dropout layer gets an array \(8, 16\) in a batch of 16 examples",
     own.over_examples: r"a dropout layer gets an array \(8,\) in a batch of 16 examples",
-    own.noise: "Net draws from the RNG stream 'noise' of Flax in training. Only nn.Dropout may",
-    own.attention_of_its_own: "by a dropout layer, e.g. in an attention_fn of its own",
+    own.noise: r"Net draws from the RNG stream 'noise' .* in training, at .*own_modules.py:\d+",
+    own.attention_of_its_own: "by a dropout layer, e.g. in an attention_fn of its own.* rngs=",
     own.NnxOwnAttention: "by a dropout layer, e.g. in an attention_fn of its own",
     own.attention_without_a_batch: r"gets an array \(16, 2, 4\) in a batch of 16 examples",
     own.attention_that_always_drops: "the RNG stream 'dropout' of Flax in evaluation",
@@ -384,7 +383,6 @@ REFUSED = {
     own.NnxPlainArray: r"NnxPlainArray.offset is an array that is no variable. .*nnx.data\(",
     own.NnxInside: r"NnxInside.layers.0.offset is an array that is no variable",
     own.NnxMaskedNorm: "BatchNorm with a mask",
-    own.NnxOwnAxis: "BatchNorm has axis_name = 'batch'. Leave it out",
 }
 
 

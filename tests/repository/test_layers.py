@@ -218,9 +218,9 @@ def test_files_are_of_one_subject(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 35_290,
-    ("distributed", "strategies"): 9_600,
-    ("commands",): 4_250,
+    (".",): 35_960,
+    ("distributed", "strategies"): 9_700,
+    ("commands",): 4_300,
 }
 
 

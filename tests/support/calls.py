@@ -83,6 +83,8 @@ TAKES = {
     "metrics": {"()", "{}"},
     "text or texts": {"text", "int8", "texts", "an axis twice", "()"},
     "text, texts or a class": {"text", "int8", "texts", "an axis twice", "()", "a class"},
+    "inputs of a model": {"text", "int8", "texts", "an axis twice", "()", "a function", "a class"}
+    | {"{}", "another tree", *(key for key in WRONG if key.startswith("a tree"))},
     "counts": {"numbers", "()"},
     # What a function of the caller's does with its arguments is its own affair.
     "a function": {"a function", "a class"},
@@ -187,13 +189,14 @@ OF_A_CLASS = {"axis_name": ("fsdp", "axes of a later call")}
 
 OF_A_MODEL = {
     "loss": (lambda output, target: output[:, 0], "a function"),
-    "inputs": ("x", "text or texts"),
+    "inputs": ("x", "inputs of a model"),
     "targets": ("y", "text?"),
     "metrics": (None, "a dict?"),
     "weights": (None, "text?"),
     "config": (None, "a dict?"),
     "bounds": (None, "a dict?"),
     "units": (None, "text, texts or a class?"),
+    "rngs": ((), "text or texts"),
 }
 # Parameters of functions that are commands too, or that read gin files.
 OF_GIN = {"bindings": ((), "anything"), "imports": ((), "texts")}
@@ -344,7 +347,11 @@ CALLS = {
     "largest_dim": {},
     "infer_sharding": {"tree": (TREE, "shapes"), "units": (None, "sizes?")},
     "linen_functions": {"module": (nn.Dense(3), "one of its class")},
-    "from_linen": {"module": (nn.Dense(3), "one of its class"), **OF_A_MODEL},
+    "from_linen": {
+        "module": (nn.Dense(3), "one of its class"),
+        **OF_A_MODEL,
+        "eval_module": (None, "one of its class?"),
+    },
     "from_nnx": {"factory": (lambda rngs: nnx.Linear(4, 1, rngs=rngs), "a function"), **OF_A_MODEL},
     "from_arrays": {
         "x": (np.ones((16, 8), np.float32), "anything"),
@@ -371,6 +378,12 @@ CALLS = {
         "devices": (None, "one of its class?"),
     },
     "mapped": {},
+    "nnx_variables": {"module": (MODEL, "one of its class")},
+    "update_nnx": {
+        "module": (MODEL, "one of its class"),
+        "params": (rdp.nnx_variables(MODEL)[0], "like another"),
+        "model_state": (None, "sizes?"),
+    },
     "nnx_functions": {"factory": (lambda shape, rngs: MODEL, "a function")},
     "one_device_mesh": {},
     "pad_to_multiple": {"multiple": (3, "a count")},
@@ -385,7 +398,12 @@ CALLS = {
     },
     "reduce_gradient_tree": {},
     "reduce_gradients_across_devices": {"axis_name": ("data", "axes")},
-    "run": {**OF_A_RUN, **OBJECTS, "workdir": ("unused", "anything")},
+    "run": {
+        **OF_A_RUN,
+        **OBJECTS,
+        "initial": (None, "anything"),
+        "workdir": ("unused", "anything"),
+    },
     "certify": {
         **OF_A_RUN,
         **OBJECTS,
@@ -415,6 +433,7 @@ CALLS = {
     "export": {**OF_A_WORKDIR, "to": ("unused", "anything"), "hf": (False, "a flag")},
     "load": {
         **OF_A_WORKDIR,
+        "model": (None, "one of its class?"),
         "strategy": (None, "one of its class?"),
         "imports": ((), "texts"),
     },

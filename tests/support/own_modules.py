@@ -236,10 +236,6 @@ def linen(call):
     return type("Net", (nn.Module,), {"__call__": nn.compact(call), "__annotations__": {}})()
 
 
-def own_axis(self, x, train):
-    return nn.Dense(CLASSES)(nn.BatchNorm(not train, axis_name="batch")(x))
-
-
 def own_mean(self, x):
     return nn.Dense(CLASSES)(x - lax.pmean(x, "batch"))
 
@@ -250,7 +246,7 @@ def masked_norm(self, x, train):
 
 
 def sown(self, x):
-    self.sow("losses", "mean", x.mean())
+    self.sow("kept", "mean", x.mean())
     return nn.Dense(CLASSES)(x)
 
 
@@ -429,11 +425,3 @@ class NnxMaskedNorm(nnx.Module):
 
     def __call__(self, x):
         return self.norm(x, mask=jnp.ones((x.shape[0], 1), bool))
-
-
-class NnxOwnAxis(nnx.Module):
-    def __init__(self, rngs):
-        self.norm = nnx.BatchNorm(FEATURES, axis_name="batch", rngs=rngs)
-
-    def __call__(self, x):
-        return self.norm(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -16,6 +16,7 @@ from flax.linen.transforms import lift_direct_transform
 from flax.traverse_util import flatten_dict
 
 from research_dp.argument_checks import checked
+from research_dp.distributed.boxed import is_box, value_of
 from research_dp.distributed.collectives import Axes
 from research_dp.errors import UsageError
 from research_dp.models.flax import module_calls as calls
@@ -32,15 +33,23 @@ def linen_functions(module: nn.Module) -> Functions:
     evaluation; and `batch_axes`, the bound mesh axes that the batch is split over. Variables
     besides `params` are model state, updated while training. Boxes (`nn.Partitioned`) are removed.
     """
-    return linen_functions_of_inputs(module, None)
+    return linen_functions_of_inputs(module, None, sown=())
 
 
-def linen_functions_of_inputs(module: nn.Module, inputs: calls.Names | None) -> Functions:
-    """`linen_functions` on the input of this name, or on a tuple of several inputs.
+def linen_functions_of_inputs(
+    module: nn.Module,
+    inputs: calls.Inputs | None,
+    *,
+    rngs: calls.Streams = (),
+    eval_module: nn.Module | None = None,
+    sown: tuple[str, ...] = calls.SOWN,
+) -> Functions:
+    """`linen_functions` on these inputs.
 
     An argument or field of the module such as `train` or `deterministic` says whether it trains.
     Dropout layers have one mask per example. BatchNorm has the statistics of the global
-    micro-batch.
+    micro-batch. With `rngs` each example is called by itself, and these streams draw. What is
+    `sown` into these collections is returned with the new state.
     """
     name = type(module).__name__
     call = calls.ModuleCall(module.__call__, name, inputs)
@@ -49,14 +58,18 @@ def linen_functions_of_inputs(module: nn.Module, inputs: calls.Names | None) -> 
 
     def in_mode(train: bool) -> nn.Module:
         options: dict[str, Any] = dict(calls.mode_options(fields, train))
-        return module.clone(**options) if fields else module
+        chosen = module if train or eval_module is None else eval_module
+        return chosen.clone(**options) if fields else chosen
 
     def init(key: jax.Array, x: Any) -> tuple[PyTree, PyTree]:
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x)
         given = call.arguments(zeros, train=False)
+        keys_of_init = {"params": key, **calls.named_keys(rngs, key)} if rngs else key
         with calls.clear_errors(name, train=False):
-            variables = in_mode(False).init(key, *given.args, **given.kwargs)
-        state = dict(nn.meta.unbox(variables))
+            variables = in_mode(False).init(keys_of_init, *given.args, **given.kwargs)
+        # Boxes would constrain their arrays to a mesh that names their axes: a strategy shards.
+        values = jax.tree.map(value_of, dict(variables), is_leaf=is_box)
+        state = {kind: x for kind, x in values.items() if kind not in calls.SOWN}
         return state.pop("params", {}), state
 
     def apply(
@@ -69,41 +82,66 @@ def linen_functions_of_inputs(module: nn.Module, inputs: calls.Names | None) -> 
         batch_axes: Axes = (),
         units: UnitCalls | None = None,
     ) -> tuple[jax.Array, PyTree]:
-        given = call.arguments(x, train=train, keys=keys, batch_axes=batch_axes)
-        variables = {"params": params, **model_state}
-        mutable = list(model_state) if train else []
-        rngs = {"dropout": calls.layer_keys(0)} if train else {}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(calls.clear_errors(name, train=train))
-            stack.enter_context(nn.intercept_methods(_over_the_batch(keys, batch_axes)))
-            if units is not None:
-                stack.enter_context(nn.intercept_methods(_in_units(units)))
-            y, updates = in_mode(train).apply(
-                variables, *given.args, mutable=mutable, rngs=rngs, **given.kwargs
-            )
-        for kind, values in updates.items():
-            if len({jax.tree.structure(tree) for tree in (values, model_state[kind])}) > 1:
-                raise UsageError(
-                    f"{name} gives variables {kind!r} another structure at each call, as `sow` "
-                    "does. Return them, or keep them in a variable of one shape."
+        def one(x: Any, keys: Any, axes: Axes, streams: dict[str, jax.Array]) -> tuple[Any, PyTree]:
+            given = call.arguments(x, train=train, keys=keys, batch_axes=axes)
+            variables = {"params": params, **model_state}
+            mutable = [*(model_state if train else ()), *sown]
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(calls.clear_errors(name, train=train))
+                over_batch = _over_the_batch(None if rngs else keys, axes, own_draws=bool(rngs))
+                stack.enter_context(nn.intercept_methods(over_batch))
+                if units is not None:
+                    stack.enter_context(nn.intercept_methods(_in_units(units)))
+                y, updates = in_mode(train).apply(
+                    variables, *given.args, mutable=mutable, rngs=streams, **given.kwargs
                 )
-        return y, {**model_state, **updates}
+            updates = dict(updates)
+            _check_updates(name, model_state, updates)
+            # Without `rngs` an example has no call of its own.
+            rows = None if rngs else jax.tree.leaves(x)[0].shape[0]
+            found = {kind: calls.numbers_sown(updates.pop(kind, {}), rows) for kind in sown}
+            return y, {**model_state, **updates, **found}
+
+        def drawing(x: Any, key: jax.Array, axes: Axes) -> tuple[Any, PyTree]:
+            return one(x, key[None] if train else None, axes, calls.named_keys(rngs, key))
+
+        if rngs:
+            return calls.for_each_example(drawing, x, keys, batch_axes)
+        return one(x, keys, batch_axes, {"dropout": calls.layer_keys(0)} if train else {})
 
     return Functions(init, apply)
 
 
-def _over_the_batch(keys: jax.Array | None, axes: Axes) -> Callable[..., Any]:
+def _check_updates(name: str, model_state: PyTree, updates: Mapping[str, PyTree]) -> None:
+    """Raises UsageError if a call of a module changed what its state has."""
+    for kind, values in updates.items():
+        like = model_state.get(kind, values)
+        if len({jax.tree.structure(tree) for tree in (values, like)}) > 1:
+            raise UsageError(
+                f"{name} gives variables {kind!r} another structure at each call. Sow into "
+                f"{' or '.join(map(repr, calls.SOWN))}, or keep them in a variable of one shape. "
+                f"{calls.GUIDE}"
+            )
+
+
+def _over_the_batch(
+    keys: jax.Array | None, axes: Axes, *, own_draws: bool = False
+) -> Callable[..., Any]:
     """An interceptor of methods, for layers that compute with several examples.
 
-    `keys` (B,) are the examples' keys, and `axes` the bound mesh axes that the batch is split over.
+    `keys` (B,) are the examples' keys, and `axes` the bound axes that the batch is split over.
+    `own_draws`: each example is called by itself, so that layers draw as they are.
     """
 
     def intercept(call: Callable[..., Any], args: Any, options: Any, context: Any) -> Any:
         module = context.module
-        if context.method_name == "__call__" and isinstance(module, nn.BatchNorm):
-            calls.check_batch_norm(module.axis_name, axes, options.get("mask"))
-            # Modules are frozen, and this one is a copy that Flax made for this `apply`.
+        if isinstance(module, nn.BatchNorm):
+            calls.check_batch_norm(options.get("mask"))
+            # Modules are frozen, and this one is a copy that Flax made for this `apply`. Whatever
+            # axis it names, that of a plain `pmap`, is the batch's.
             object.__setattr__(module, "axis_name", axes or None)
+        if own_draws:
+            return call(*args, **options)
         if getattr(module, "attention_fn", None) is nn.dot_product_attention:
             by_example = calls.example_attention(nn.dot_product_attention, keys)
             object.__setattr__(module, "attention_fn", by_example)

@@ -1,9 +1,10 @@
 """What modules of Linen and NNX share: how they are called, BatchNorm, dropout.
 
-Inputs are given by position, the mode by name. Flax draws a dropout mask of a batch from one key:
-its values for an example would depend on the devices that share the batch. Here each example has
-its own key. Flax's key only says which layer draws, at which call and in which turn of a loop: it
-can be split, but nothing can be drawn from it.
+Inputs are given by position or by name, the mode by name. Flax draws a dropout mask of a batch from
+one key: its values for an example would depend on the devices that share the batch. Here each
+example has its own key. Flax's key only says which layer draws, at which call and in which turn of
+a loop: it can be split, but nothing can be drawn from it. A module that draws otherwise is called
+for each example by itself.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax.errors import InvalidRngError, ModifyScopeVariableError
 from jax.extend import random
 
+from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.collectives import Axes
+from research_dp.distributed.jaxpr import line_of
 from research_dp.errors import UsageError
+from research_dp.models.flax.module_units import split_arrays
+from research_dp.types import Batch, PyTree
 
 # Arguments that say whether a module trains -> their value while it does.
 MODES = {
@@ -35,7 +40,38 @@ MODES = {
 # Other names that arguments with this meaning have; they are refused.
 _OTHER_MODES = ("mode", "eval", "evaluate", "evaluating", "inference", "test", "testing")
 GUIDE = "See docs/own_model.md."
-Names = str | Sequence[str]  # of one input, or of several, which are given as a tuple
+# The array of a batch that a module takes, or several; arguments by name, with the arrays' names or
+# constants; or what makes the argument of a batch.
+Inputs = str | Sequence[str] | Mapping[str, Any] | Callable[[Mapping[str, Any]], Any]
+Streams = str | Sequence[str]
+# Collections of variables that `sow` fills anew at each call.
+SOWN = ("losses", "metrics")
+_EXAMPLE = "example of research_dp"  # the axis along which each example has a call of its own
+
+
+class Given(NamedTuple):
+    """Arguments of a call that somebody has written out."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def inputs_of(inputs: Inputs, batch: Batch) -> Any:
+    """What a module is given of a batch: an array, a tuple of some, or a dict of some."""
+    if isinstance(inputs, str):
+        return batch[inputs]
+    if isinstance(inputs, Mapping):
+        return {name: batch[name] for name in names_of(inputs)}
+    if callable(inputs):
+        return {name: x for name, x in batch.items() if name != "mask"}
+    return tuple(batch[name] for name in inputs)
+
+
+def names_of(inputs: Inputs) -> list[str]:
+    """The arrays that it names; [] if that is not known."""
+    if isinstance(inputs, Mapping):
+        return list(dict.fromkeys(x for x in inputs.values() if isinstance(x, str)))
+    return [] if callable(inputs) else [inputs] if isinstance(inputs, str) else list(inputs)
 
 
 def mode_options(names: Sequence[str], train: bool) -> dict[str, bool]:
@@ -44,28 +80,29 @@ def mode_options(names: Sequence[str], train: bool) -> dict[str, bool]:
 
 
 class ModuleCall:
-    """How a module called `name` is called with the input of this name, or with several.
+    """How a module called `name` is called with these inputs.
 
     `modes` are its arguments that say whether it trains. It is given `keys` and `batch_axes`, as in
     `linen_functions`, if it names them. `inputs` None: one input, for `linen_functions` itself;
     then a module with `**options` gets them, and `train`, too.
 
     Raises:
-        UsageError: It does not take the inputs by position, or another of its arguments may be a
-            mode, which would keep its default.
+        UsageError: It does not take the inputs, or another of its arguments may be a mode, which
+            would keep its default.
     """
 
-    def __init__(self, call: Callable[..., Any], name: str, inputs: Names | None):
+    def __init__(self, call: Callable[..., Any], name: str, inputs: Inputs | None):
         self.name, self._signature = name, inspect.signature(call)
-        names = ["x"] if inputs is None else [inputs] if isinstance(inputs, str) else inputs
-        self._is_one = inputs is None or isinstance(inputs, str)
+        self._inputs = inputs
+        by_name = list(inputs) if isinstance(inputs, Mapping) else None
+        names = ["x"] if inputs is None else by_name or names_of(inputs) or ["batch"]
         parameters = self._signature.parameters
         takes_any = inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters.values()}
         gets_all = inputs is None and takes_any
         self.modes = [mode for mode in MODES if mode in parameters] or ["train"] * gets_all
         self._others = [x for x in ("keys", "batch_axes") if x in parameters or gets_all]
         try:
-            bound = self.arguments(None if self._is_one else names, train=True)
+            bound = self.arguments(self._nothing(), train=True)
         except TypeError as error:
             advice = "Name its arrays by inputs=(...), in its order"
             if inputs is None:
@@ -76,11 +113,12 @@ class ModuleCall:
                 f"({', '.join([*names, *modes])}): {error}. {advice}. Give other arguments a "
                 f"default. {GUIDE}"
             ) from error
+        given = {*bound.arguments, *(by_name or ())}
         for other, parameter in parameters.items():
             # With a mode that is known, a flag such as `decode` may keep its default.
             is_unknown = not self.modes and isinstance(parameter.default, bool)
             is_mode = is_unknown or other in _OTHER_MODES
-            if is_mode and other not in bound.arguments:
+            if is_mode and other not in given:
                 raise UsageError(
                     f"{name}.__call__{self._signature} would always be called with {other} = "
                     f"{parameter.default!r}. If it says whether the module trains, name it one of "
@@ -90,11 +128,32 @@ class ModuleCall:
     def arguments(
         self, x: Any, *, train: bool, keys: Any = None, batch_axes: Any = ()
     ) -> inspect.BoundArguments:
-        """Its arguments, by position where they can be: `remat` needs that of static ones."""
+        """Its arguments, by position where they can be: `remat` needs that of static ones.
+
+        `x` is as `inputs_of` makes it, or the arguments themselves.
+        """
         others = {"keys": keys, "batch_axes": batch_axes}
-        options = {name: others[name] for name in self._others}
-        args = (x,) if self._is_one else x
-        return self._signature.bind(*args, **mode_options(self.modes, train), **options)
+        options = mode_options(self.modes, train) | {name: others[name] for name in self._others}
+        args, kwargs = x if isinstance(x, Given) else self._given(x)
+        return self._signature.bind(*args, **{**options, **kwargs})
+
+    def _given(self, x: Any) -> Given:
+        inputs = self._inputs
+        if isinstance(inputs, Mapping):
+            named = {k: x[v] if isinstance(v, str) else v for k, v in inputs.items()}
+            return Given((), named)
+        if inputs is None or isinstance(inputs, str):
+            return Given((x,), {})
+        return Given((inputs(x),) if callable(inputs) else tuple(x), {})
+
+    def _nothing(self) -> Given:
+        """Arguments for the signature alone."""
+        inputs = self._inputs
+        if isinstance(inputs, Mapping):
+            return Given((), dict.fromkeys(inputs))
+        if inputs is None or isinstance(inputs, str) or callable(inputs):
+            return Given((None,), {})
+        return Given((None,) * len(inputs), {})
 
 
 @contextlib.contextmanager
@@ -103,13 +162,17 @@ def clear_errors(name: str, *, train: bool) -> Iterator[None]:
     try:
         yield
     except InvalidRngError as error:
-        stream = re.search(r'PRNG for "(.*?)"', str(error))
-        advice = "Only nn.Dropout may draw, from its stream 'dropout'."
+        found = re.search(r'PRNG for "(.*?)"', str(error))
+        stream = found[1] if found else "params"
+        advice = f"Name it: rngs={stream!r}; each example is then called by itself."
         if not train:
-            advice = "Give its dropout layers deterministic=True there, by an argument `train`."
+            advice = (
+                "Give its dropout layers deterministic=True there, by an argument `train`; or, if "
+                f"it is to draw there, name the stream: rngs={stream!r}."
+            )
         raise UsageError(
-            f"{name} draws from the RNG stream {stream[1] if stream else 'params'!r} of Flax in "
-            f"{'training' if train else 'evaluation'}. {advice} {GUIDE}"
+            f"{name} draws from the RNG stream {stream!r} of Flax in "
+            f"{'training' if train else 'evaluation'}, at {line_of(error)}. {advice} {GUIDE}"
         ) from error
     except ModifyScopeVariableError as error:
         if train:
@@ -123,21 +186,13 @@ def clear_errors(name: str, *, train: bool) -> Iterator[None]:
             raise
         axis = str(error).partition("axis name: ")[2].partition(".")[0]
         raise UsageError(
-            f"{name} communicates along axis {axis!r}, which no mesh here has. Leave axis_name "
-            f"out: BatchNorm takes statistics of all devices. {GUIDE}"
+            f"{name} communicates along axis {axis!r}, which no mesh here has, at "
+            f"{line_of(error)}. Let it take `batch_axes`, the axes of the batch. {GUIDE}"
         ) from error
 
 
-def check_batch_norm(axis_name: Any, axes: Axes, mask: Any) -> None:
-    """Raises UsageError for a BatchNorm whose statistics cannot be those of all devices.
-
-    `axes` are the mesh axes that the batch is split over, which it may name itself.
-    """
-    if axis_name not in (None, axes):
-        raise UsageError(
-            f"BatchNorm has axis_name = {axis_name!r}. Leave it out: statistics are taken over the "
-            f"global micro-batch under every strategy. {GUIDE}"
-        )
+def check_batch_norm(mask: Any) -> None:
+    """Raises UsageError for a BatchNorm whose statistics cannot be those of all devices."""
     if mask is not None:
         raise UsageError(
             "BatchNorm with a mask: devices would have unequal numbers of values, and Flax "
@@ -256,8 +311,85 @@ def _layers() -> Any:
 
 def _refuse(*_: Any) -> Any:
     raise UsageError(
-        "the model draws random numbers from an RNG stream of Flax other than by a dropout layer, "
-        "e.g. in an attention_fn of its own or as noise. They would depend on the device. Use "
-        "nn.Dropout or nnx.Dropout, or Flax's attention with its default attention_fn, or let the "
-        f"model take `keys`, one key per example. {GUIDE}"
+        "the model draws random numbers from an RNG stream of Flax other than by a dropout layer"
+        ", e.g. in an attention_fn of its own. They would depend on the device. Name the stream, "
+        f"e.g. rngs='dropout': each example is then called by itself. {GUIDE}"
     )
+
+
+def numbers_sown(tree: PyTree, examples: int | None) -> dict[str, jax.Array]:
+    """What was sown into a collection: sums over calls and layers, 0-d float32, by path.
+
+    Raises:
+        UsageError: An array may have a number for each of so many examples; None: it cannot.
+    """
+    found: dict[str, jax.Array] = {}
+    for keys, x in jax.tree_util.tree_leaves_with_path(tree):
+        names = [str(k.key) for k in keys if isinstance(k, jax.tree_util.DictKey)]
+        path = "/".join(names)
+        if examples is not None and jnp.shape(x)[:1] == (examples,):
+            raise UsageError(
+                f"{path} is sown with shape {jnp.shape(x)}, which may be one number for each of "
+                f"{examples} examples. Sow a number: the mean over them. {GUIDE}"
+            )
+        found[path] = found.get(path, jnp.float32(0)) + jnp.sum(x, dtype=jnp.float32)
+    return found
+
+
+def for_each_example(
+    apply: Callable[..., tuple[Any, PyTree]], x: Any, keys: jax.Array | None, axes: Axes
+) -> tuple[Any, PyTree]:
+    """`apply(x of one example, its key, batch_axes)` of each, as (outputs (B, ...), new state).
+
+    Whatever is drawn for an example is then the same on any number of devices. `keys` (B,) None:
+    evaluation, where an example's key is made of its own values. Numbers that an example's call
+    returns without a batch dim are (B,).
+
+    Raises:
+        UsageError: The new state differs between examples.
+    """
+    arrays, with_arrays = split_arrays(x)
+    if keys is None:
+        keys = _keys_by_value(arrays)
+
+    def one(arrays: Sequence[Any], key: jax.Array) -> tuple[Any, PyTree]:
+        one_example = with_arrays([x[None] for x in arrays])
+        y, state = apply(one_example, key, (_EXAMPLE, *axes))
+        sown = {kind: state.pop(kind) for kind in SOWN if kind in state}
+        without_dim = jax.tree.map(lambda y: y[0] if jnp.shape(y)[:1] == (1,) else y, y)
+        return (without_dim, sown), state
+
+    try:
+        run = jax.vmap(one, out_axes=(0, None), axis_name=_EXAMPLE)
+        (y, sown), state = run(arrays, keys)
+    except ValueError as error:
+        if "out_axes" not in str(error):
+            raise
+        raise UsageError(
+            "the model's state would differ between examples, each of which is called by itself "
+            f"(rngs). Keep statistics of the batch with nn.BatchNorm, or leave rngs out. {GUIDE}"
+        ) from error
+    return y, {**state, **sown}
+
+
+def _keys_by_value(arrays: Sequence[jax.Array]) -> jax.Array:
+    """One key an example, (B,), made of the bits of its values: the same wherever it is."""
+    rows = arrays[0].shape[0]
+    total = jnp.zeros((rows,), jnp.uint32)
+    for x in arrays:
+        wide = x if x.dtype.itemsize <= 4 else x.astype(jnp.float32)
+        if jnp.issubdtype(wide.dtype, jnp.inexact):
+            bits = jax.lax.bitcast_convert_type(wide.astype(jnp.float32), jnp.uint32)
+        else:
+            bits = wide.astype(jnp.uint32)
+        flat = bits.reshape(rows, -1)
+        # Odd factors, different at each place: sums modulo 2 ** 32 are exact in any order.
+        factors = (jnp.arange(flat.shape[1], dtype=jnp.uint32) * jnp.uint32(2654435761)) | 1
+        total = total * jnp.uint32(2246822519) + jnp.sum(flat * factors[None], 1, dtype=jnp.uint32)
+    return jax.vmap(jax.random.fold_in, (None, 0))(seed_key(0), total)
+
+
+def named_keys(streams: Streams, key: jax.Array) -> dict[str, jax.Array]:
+    """The keys of an example for these streams."""
+    names = [streams] if isinstance(streams, str) else list(streams)
+    return {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,13 +16,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from research_dp.argument_checks import checked
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.collectives import Axes
-from research_dp.errors import UsageError
+from research_dp.distributed.sharding import by_path
+from research_dp.errors import UsageError, some_of
 from research_dp.models.flax import module_calls as calls
-from research_dp.models.flax.module_calls import GUIDE, Names
+from research_dp.models.flax.module_calls import GUIDE, Inputs
 from research_dp.models.flax.module_units import Leaves, UnitCalls
 from research_dp.types import Functions, PyTree
 
-_STATE = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
+_is_state = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
 
 
 @checked
@@ -41,28 +42,39 @@ def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
     return _functions(build, None)
 
 
-def nnx_functions_of_inputs(factory: Callable[..., nnx.Module], inputs: Names) -> Functions:
-    """`nnx_functions` of a factory (rngs) -> module, on this input, or a tuple of several."""
-    return _functions(_of_rngs(factory), inputs)
+def nnx_functions_of_inputs(
+    factory: Callable[..., nnx.Module], inputs: Inputs, *, rngs: calls.Streams = ()
+) -> Functions:
+    """`nnx_functions` of a factory (rngs) -> module, on these inputs."""
+    return _functions(_of_rngs(factory), inputs, rngs, calls.SOWN)
 
 
-def _functions(build: Callable[[PyTree, nnx.Rngs], nnx.Module], inputs: Names | None) -> Functions:
-    """Pure `init` and `apply` of the module that `build` makes for an input, or a tuple of several.
+def _functions(
+    build: Callable[[PyTree, nnx.Rngs], nnx.Module],
+    inputs: Inputs | None,
+    streams: calls.Streams = (),
+    sown: tuple[str, ...] = (),
+) -> Functions:
+    """Pure `init` and `apply` of the module that `build` makes for inputs.
 
     An argument such as `train` or `deterministic` says whether the module trains; without one its
     methods `train` and `eval` are called. Dropout layers have one mask per example. BatchNorm has
-    the statistics of the global micro-batch.
+    the statistics of the global micro-batch. With `streams`, which the module draws from, each
+    example is called by itself. What is `sown` is returned with the new state.
     """
+
+    def rngs_of(key: jax.Array) -> nnx.Rngs:
+        return nnx.Rngs(key, **calls.named_keys(streams, key))
 
     def abstract(x: PyTree) -> tuple[nnx.Module, calls.ModuleCall]:
         with nnx.use_eager_sharding(False):  # strategies shard, as they do modules of Linen
-            module = _abstract(lambda: build(x, nnx.Rngs(seed_key(0))))
+            module = _abstract(lambda: build(x, rngs_of(seed_key(0))))
         return module, calls.ModuleCall(module.__call__, type(module).__name__, inputs)
 
     def init(key: jax.Array, x: PyTree) -> tuple[PyTree, PyTree]:
         abstract(x)  # refuses a module that cannot be called
         with nnx.use_eager_sharding(False):
-            return _variables(build(x, nnx.Rngs(key)))
+            return nnx_variables(build(x, rngs_of(key)))
 
     def apply(
         params: PyTree,
@@ -75,16 +87,27 @@ def _functions(build: Callable[[PyTree, nnx.Rngs], nnx.Module], inputs: Names | 
         units: UnitCalls | None = None,
     ) -> tuple[jax.Array, PyTree]:
         empty, call = abstract(x)
-        given = call.arguments(x, train=train, keys=keys, batch_axes=batch_axes)
-        module = _filled(empty, params, model_state)
-        if not call.modes:
-            module.train() if train else module.eval()
-        _over_the_batch(module, keys, batch_axes, train)
-        if units is not None:
-            _in_units(module, units)
-        with calls.clear_errors(call.name, train=train), nnx.use_eager_sharding(False):
-            y = module(*given.args, **given.kwargs)
-        return y, _variables(module)[1] if train else model_state
+
+        def one(x: PyTree, keys: Any, axes: Axes, draw: jax.Array | None) -> tuple[Any, PyTree]:
+            given = call.arguments(x, train=train, keys=keys, batch_axes=axes)
+            module = _filled(empty, params, model_state, draw)
+            if not call.modes:
+                module.train() if train else module.eval()
+            _over_the_batch(module, keys, axes, train, own_draws=draw is not None)
+            if units is not None:
+                _in_units(module, units)
+            with calls.clear_errors(call.name, train=train), nnx.use_eager_sharding(False):
+                y = module(*given.args, **given.kwargs)
+            rows = None if streams else jax.tree.leaves(x)[0].shape[0]
+            found = {kind: calls.numbers_sown(_sown(module, kind), rows) for kind in sown}
+            return y, {**(nnx_variables(module)[1] if train else model_state), **found}
+
+        def drawing(x: PyTree, key: jax.Array, axes: Axes) -> tuple[Any, PyTree]:
+            return one(x, key[None] if train else None, axes, key)
+
+        if streams:
+            return calls.for_each_example(drawing, x, keys, batch_axes)
+        return one(x, keys, batch_axes, None)
 
     return Functions(init, apply)
 
@@ -133,10 +156,37 @@ def _abstract(build: Callable[[], nnx.Module]) -> nnx.Module:
     return nnx.merge(*jax.eval_shape(lambda: nnx.split(checked_module())))
 
 
-def _variables(module: nnx.Module) -> tuple[PyTree, PyTree]:
-    """Parameters and model state as dicts, whose keys are texts, as checkpoints have them."""
-    params, state = (_by_text(nnx.state(module, kind)) for kind in (nnx.Param, _STATE))
+@checked
+def nnx_variables(module: nnx.Module) -> tuple[PyTree, PyTree]:
+    """Parameters and model state of an NNX module, as `TrainState` and checkpoints have them.
+
+    They are nested dicts of arrays, whose keys are texts. Random streams are left out.
+    """
+    params, state = (_by_text(nnx.state(module, kind)) for kind in (nnx.Param, _is_state))
     return params, state
+
+
+@checked
+def update_nnx(
+    module: nnx.Module,
+    params: Mapping[str, Any],
+    model_state: Mapping[str, Any] | None = None,
+) -> None:
+    """Gives an NNX module these parameters and this model state: the reverse of `nnx_variables`.
+
+    Raises:
+        UsageError: Their paths are not those of the module.
+    """
+    _, _, variables = nnx.split(module, nnx.RngState, ...)  # type: ignore[misc]
+    given = by_path(params) | by_path(model_state or {})
+    own = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(variables)}
+    if apart := sorted(own ^ given.keys()):
+        raise UsageError(
+            f"update_nnx: params and model_state have other paths than {type(module).__name__}: "
+            f"only one has {some_of(apart, 5)}."
+        )
+    nnx.replace_by_pure_dict(variables, unflatten_dict(given, sep="/"))
+    nnx.update(module, variables)
 
 
 def _by_text(state: Any) -> PyTree:
@@ -144,14 +194,28 @@ def _by_text(state: Any) -> PyTree:
     return unflatten_dict({tuple(map(str, path)): x for path, x in flat.items()})
 
 
-def _filled(abstract: nnx.Module, params: PyTree, model_state: PyTree) -> nnx.Module:
-    """The module with these variables; its random streams only say which layer draws."""
+def _sown_type(kind: str) -> type[nnx.Variable[Any]]:
+    return nnx.variable_type_from_name(kind, allow_register=True)
+
+
+def _sown(module: nnx.Module, kind: str) -> PyTree:
+    """What a call has sown into a collection, which the module then has no more."""
+    return nnx.to_pure_dict(nnx.pop(module, _sown_type(kind)))
+
+
+def _filled(
+    abstract: nnx.Module, params: PyTree, model_state: PyTree, key: jax.Array | None = None
+) -> nnx.Module:
+    """The module with these variables; its random streams only say which layer draws.
+
+    With a `key`, that of an example, they draw.
+    """
     graphdef, streams, variables = nnx.split(abstract, nnx.RngState, ...)  # type: ignore[misc]
     merged = flatten_dict(params) | flatten_dict(model_state)
     nnx.replace_by_pure_dict(variables, unflatten_dict(merged))
     leaves, treedef = jax.tree.flatten(streams)
     filled = [
-        calls.layer_keys(number, x.shape)
+        (calls.layer_keys if key is None else functools.partial(_keys_of, key))(number, x.shape)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         else jnp.zeros(x.shape, x.dtype)
         for number, x in enumerate(leaves)
@@ -159,24 +223,33 @@ def _filled(abstract: nnx.Module, params: PyTree, model_state: PyTree) -> nnx.Mo
     return nnx.merge(graphdef, jax.tree.unflatten(treedef, filled), variables)
 
 
-def _over_the_batch(module: nnx.Module, keys: jax.Array | None, axes: Axes, train: bool) -> None:
+def _keys_of(key: jax.Array, number: int, shape: tuple[int, ...]) -> jax.Array:
+    own = jax.random.fold_in(key, number)
+    return jax.random.split(own, shape) if shape else own
+
+
+def _over_the_batch(
+    module: nnx.Module, keys: jax.Array | None, axes: Axes, train: bool, *, own_draws: bool
+) -> None:
     """Prepares the layers that compute with several examples, for one call of the module.
 
-    `keys` (B,) are the examples' keys, and `axes` the bound mesh axes that the batch is split over.
+    `keys` (B,) are the examples' keys, and `axes` the bound axes that the batch is split over.
+    `own_draws`: each example is called by itself, so that layers draw as they are.
     """
     keys_of_batch = _Keys(keys)
     for _, layer in nnx.iter_modules(module):
+        if isinstance(layer, nnx.BatchNorm):
+            layer.axis_name = axes or None  # type: ignore[assignment]
+            layer.__class__ = _checking(type(layer))
+            layer.trains = train  # type: ignore[attr-defined]
+        if own_draws:
+            continue
         if type(layer) is nnx.Dropout:
             layer.__class__ = _ExampleDropout
             layer.keys_of_batch = keys_of_batch  # type: ignore[attr-defined]
         if getattr(layer, "attention_fn", None) is nnx.dot_product_attention:
             by_example = calls.example_attention(nnx.dot_product_attention, keys)
             layer.attention_fn = by_example  # type: ignore[attr-defined]
-        if isinstance(layer, nnx.BatchNorm):
-            calls.check_batch_norm(layer.axis_name, axes, None)
-            layer.axis_name = axes or None  # type: ignore[assignment]
-            layer.__class__ = _checking(type(layer))
-            layer.trains = train  # type: ignore[attr-defined]
 
 
 def _in_units(module: nnx.Module, units: UnitCalls) -> None:
@@ -204,19 +277,24 @@ def _unit_class(kind: type[nnx.Module]) -> type[nnx.Module]:
     """A subclass whose `__call__` is a program of its own."""
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        unit, given = self.unit, jax.tree.leaves((args, options), is_leaf=_is_stateful)
-        if any(map(_is_stateful, given)):  # a call would change what is not its own
-            return kind.__call__(self, *args, **options)
-        graphdef, state, others = nnx.split(self, nnx.Param, ...)  # type: ignore[misc]
+        unit = self.unit
+        # What it is given that has state, such as a cache, is changed by the call too.
+        leaves, treedef = jax.tree.flatten((args, options), is_leaf=_is_stateful)
+        given = {i: x for i, x in enumerate(leaves) if _is_stateful(x)}
+        own = nnx.All(nnx.Param, nnx.PathContains("self"))
+        both = nnx.Dict({"self": self, **{f"given {i}": x for i, x in given.items()}})
+        graphdef, state, others = nnx.split(both, own, ...)  # type: ignore[misc]
 
-        def computed(leaves: Leaves) -> Any:
-            nnx.replace_by_pure_dict(state, unflatten_dict(leaves))
-            module = nnx.merge(graphdef, state, others, copy=True)
-            y = kind.__call__(module, *args, **options)
-            return y, nnx.state(module, nnx.Not(nnx.Param))
+        def computed(params: Leaves) -> Any:
+            nnx.replace_by_pure_dict(state, {"self": unflatten_dict(params)})
+            both = nnx.merge(graphdef, state, others, copy=True)
+            new = [both[f"given {i}"] if i in given else x for i, x in enumerate(leaves)]
+            args, options = jax.tree.unflatten(treedef, new)
+            y = kind.__call__(both["self"], *args, **options)
+            return y, nnx.state(both, nnx.Not(own))
 
-        y, others = unit.calls.run(unit.path, computed, flatten_dict(_by_text(state)))
-        nnx.update(self, others)
+        y, others = unit.calls.run(unit.path, computed, flatten_dict(_by_text(state)["self"]))
+        nnx.update(both, others)
         return y
 
     return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(__call__=call))
@@ -259,7 +337,7 @@ class _BatchNorm(nnx.BatchNorm):
     def __call__(
         self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None
     ) -> jax.Array:
-        calls.check_batch_norm(None, (), mask)
+        calls.check_batch_norm(mask)
         running = self.use_running_average if use_running_average is None else use_running_average
         if not (self.trains or running):
             raise UsageError(
