@@ -141,7 +141,7 @@ def gathered(strategy: Strategy, state: TrainState) -> Any:
     config, specs = strategy.config, jax.tree.map(lambda p: p.spec, strategy.shardings.params)
     step = step_of(config.reduction)(config, strategy.spec, strategy.shardings, strategy.batch_axes)
     whole = jax.shard_map(
-        lambda params: step.gathered_all(params, {})[0],
+        lambda params: step.gathered(params, step.shardings.params),
         mesh=config.mesh,
         in_specs=(specs,),
         out_specs=PartitionSpec(),

@@ -64,7 +64,7 @@ def run(
         data: The same of `train.data`.
         optimizer: The same of `train.optimizer`.
         initial: A new run's first parameters, of `train.initial`: a tree of arrays such as the
-            `params` of a state, Linen's variables, or an NNX module.
+            `params` of a state, Linen's variables, an NNX module or its state.
         imports: Modules of yours that register functions with gin.
         cpu_devices: Number of devices into which this machine's CPU is split. JAX must not be in
             use yet, or have been split so.
@@ -80,7 +80,7 @@ def run(
     """
     if not workdir:
         raise UsageError("run needs a workdir: results and checkpoints go there.")
-    if isinstance(initial, nnx.Module):
+    if isinstance(initial, nnx.Module | nnx.State):
         params, model_state = nnx_variables(initial)
         initial = {"params": params, **model_state}
     begun = None if initial is None else InitialTree(initial)

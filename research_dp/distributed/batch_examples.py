@@ -28,6 +28,7 @@ class _Split(NamedTuple):
 
     axes: Axes = ()
     reduction: Reduction = PLAIN
+    is_one: bool = False  # whether each example has a call of its own
 
 
 # A context of JAX's, so that what it caches of a traced function depends on it.
@@ -39,6 +40,11 @@ def split_over(axes: Axes, reduction: Reduction) -> Iterator[None]:
     """While a model is traced for its part of a batch that is split over these axes."""
     with _SPLIT(_Split(axes, reduction)):
         yield
+
+
+def of_one_example() -> contextlib.AbstractContextManager[Any]:
+    """While a model is traced for one example, which knows of no other."""
+    return _SPLIT(_Split(is_one=True))
 
 
 @checked
@@ -57,8 +63,8 @@ def gather_examples(x: Arrays) -> PyTree:
         arrays, and outside of a strategy: `x` itself. The gradient of an example is the sum over
         the devices' losses, exact at any order in reverse mode.
     """
-    axes, reduction = _SPLIT.value
-    _refuse_scalars(x, "gather_examples")
+    axes, reduction, _ = _SPLIT.value
+    _check_examples(x, "gather_examples")
     if not axes:
         return x
 
@@ -91,8 +97,8 @@ def global_mean(x: Arrays) -> PyTree:
     Returns:
         Arrays (...), the same on each device, in the dtype of `jnp.mean`.
     """
-    axes, reduction = _SPLIT.value
-    _refuse_scalars(x, "global_mean")
+    axes, reduction, _ = _SPLIT.value
+    _check_examples(x, "global_mean")
 
     def one(x: jax.Array) -> jax.Array:
         # Devices have equally many examples, so the mean of their means is that of all.
@@ -104,7 +110,12 @@ def global_mean(x: Arrays) -> PyTree:
         return jax.tree.map(one, x)
 
 
-def _refuse_scalars(x: PyTree, function: str) -> None:
+def _check_examples(x: PyTree, function: str) -> None:
+    if _SPLIT.value.is_one:
+        raise UsageError(
+            f"{function} in a model that is called for each example by itself (rngs): there is one "
+            "example. Call it in the loss."
+        )
     if any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(x)):
         raise UsageError(f"{function}.x is a number. Give arrays (B, ...), one row an example.")
 

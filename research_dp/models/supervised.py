@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import operator
@@ -27,6 +28,7 @@ from research_dp.models.flax.module_calls import (
     Inputs,
     Streams,
     inputs_of,
+    keys_by_value,
     names_of,
 )
 from research_dp.models.flax.module_units import Selection, find_units
@@ -91,7 +93,8 @@ def from_linen(
             number per example, or the module draws from a stream that `rngs` does not name.
     """
     functions = linen_functions_of_inputs(module, inputs, rngs=rngs, eval_module=eval_module)
-    return supervised(functions, loss, inputs, targets, metrics, weights, config, bounds, units)
+    own = functions, loss, inputs, targets, metrics, weights, config, bounds, units
+    return supervised(*own, draws=bool(rngs))
 
 
 @checked
@@ -134,7 +137,8 @@ def from_nnx(
             other than by `nnx.Dropout` and without `rngs`.
     """
     functions = nnx_functions_of_inputs(factory, inputs, rngs=rngs)
-    return supervised(functions, loss, inputs, targets, metrics, weights, config, bounds, units)
+    own = functions, loss, inputs, targets, metrics, weights, config, bounds, units
+    return supervised(*own, draws=bool(rngs))
 
 
 def supervised(
@@ -147,6 +151,7 @@ def supervised(
     config: Mapping[str, Any] | None = None,
     bounds: Mapping[str, str] | None = None,
     units: Selection | None = (),
+    draws: bool = False,
 ) -> TrainableModel:
     """A model whose loss compares an output of `functions` with a target.
 
@@ -160,8 +165,12 @@ def supervised(
         config: As in `TrainableModel`.
         bounds: As in `TrainableModel`.
         units: None finds large ones.
+        draws: Whether `functions` draw for each example, in evaluation too.
     """
-    has_own_call = _calls_model(loss, metrics)
+    plain, has_own_call = functions, _calls_model(loss, metrics, targets)
+    if has_own_call:
+        called = functools.partial(_called_by, loss, functions.apply, draws)
+        functions = dataclasses.replace(functions, apply=called)
     scaling = _Scaling(weights, names_of(inputs), all_inputs=callable(inputs))
 
     def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
@@ -185,10 +194,7 @@ def supervised(
         rows = jax.tree.leaves(x)[0].shape[0]
 
         def run(params: PyTree, model_state: PyTree, x: Any, keys: Any, **units: Any) -> Any:
-            apply = functools.partial(functions.apply, keys=keys, **options, **units)
-            if has_own_call:
-                return _called_by(loss, apply, params, model_state, x, keys)
-            return apply(params, model_state, x)
+            return functions.apply(params, model_state, x, keys=keys, **options, **units)
 
         if units is None or units.gather is None:
             output, model_state = run(params, model_state, x, keys)
@@ -211,24 +217,27 @@ def supervised(
         return LossOutput(*_weighted_sum("loss", values, scales), model_state, sums)
 
     def apply(params: PyTree, x: Any, model_state: PyTree | None = None) -> Any:
-        return functions.predict(params, _as_inputs(inputs, x), model_state)
+        return plain.predict(params, _as_inputs(inputs, x), model_state)
 
     def units_of(batch: Batch) -> Mapping[str, str]:
         variables = jax.eval_shape(lambda key: init(key, batch), seed_key(0))
-        return find_units(functions, units, variables, inputs_of(inputs, batch))
+        given = dict(batch) if has_own_call else inputs_of(inputs, batch)
+        return find_units(functions, units, variables, given)
 
     found = units_of if units is None or units or units == "" else None
     more: Any = {"bounds": bounds or {}, "apply": apply, "counted": scaling.counted}
     return TrainableModel(init, loss_of, config or {}, find_units=found, **more)
 
 
-def _calls_model(loss: Loss, metrics: Any) -> bool:
-    """Whether a loss calls the model by itself; UsageError if there are metrics besides."""
+def _calls_model(loss: Loss, metrics: Any, targets: str | None) -> bool:
+    """Whether a loss calls the model by itself; UsageError for what then has no effect."""
     is_own = next(iter(inspect.signature(loss).parameters), None) == "apply"
     if is_own and metrics:
         raise UsageError(
             "metrics: a loss that takes `apply` returns its metrics, (numbers, {name: numbers})."
         )
+    if is_own and targets != "y":
+        raise UsageError("targets: a loss that takes `apply` is given the batch. Leave it out.")
     return is_own
 
 
@@ -245,19 +254,29 @@ def _as_inputs(inputs: Inputs, x: Any) -> Any:
 def _called_by(
     loss: Loss,
     apply: Callable[..., Any],
+    draws: bool,
     params: PyTree,
     model_state: PyTree,
     batch: Batch,
+    *,
     keys: jax.Array | None,
+    **options: Any,
 ) -> tuple[Any, PyTree]:
     """(what a loss returns that calls the model by itself, new model state).
 
-    The state goes from call to call; what they sow comes together.
+    The state goes from call to call; what they sow comes together. Each call has keys of its own;
+    those that `draws` in evaluation are made of the batch, not of what the loss computes of it.
     """
     states, sown = [model_state], dict[str, dict[str, Any]]()
+    roots = keys
+    if keys is None and draws:
+        roots = keys_by_value([x for name, x in sorted(batch.items()) if name != "mask"])
 
     def call(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        y, state = apply(params, states[-1], Given(args, kwargs))
+        mine, number = roots, len(states) - 1
+        if mine is not None and number:
+            mine = jax.vmap(jax.random.fold_in, (0, None))(mine, number)
+        y, state = apply(params, states[-1], Given(args, kwargs), keys=mine, **options)
         state, own = _without_sown(state)
         states.append(state)
         for kind, numbers in own.items():

@@ -201,8 +201,6 @@ def infer_state_sharding(
     sharding.by_path(abstract)  # a checkpoint has its arrays by path, so it needs different ones
     _check_state_axes(config)
     slices = _param_shardings(config, spec, abstract.params)
-    if config.compression and (patterns := config.compression.patterns):
-        matched([p.path for p in jax.tree.leaves(slices)], patterns, "compression.exempt")
     params = _of_params(config, slices, sharded=params_sharded)
     step_of(config.reduction).check_model(config, spec, abstract)
     specs = jax.tree.map(lambda _: PartitionSpec(), abstract)._replace(
@@ -218,6 +216,9 @@ def infer_state_sharding(
         of_frozen = without_gradients(_of_params(config, found, sharded=params_sharded))
         specs.model_state[FROZEN] = jax.tree.map(lambda p: p.spec, of_frozen)
         frozen = _by_parameter(frozen, of_frozen, _as_stored, lambda x: x)
+    if config.compression and (patterns := config.compression.patterns):
+        paths = [p.path for p in jax.tree.leaves((slices, of_frozen))]
+        matched(paths, patterns, "compression.exempt")
     for name, slot in stateful(config).items():
         state = abstract.slots[name]
         specs.slots[name] = jax.tree.map(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.argument_checks import checked
+from research_dp.argument_types import described
 from research_dp.distributed.boxed import is_box, value_of
 from research_dp.distributed.sharding import by_path, fitted, path_name
 from research_dp.errors import UsageError, binding_error, check_patterns, printable, some_of
@@ -180,6 +181,12 @@ class InitialTree(InitialParams):
     def __init__(self, tree: PyTree):
         self._rename, self._skip = {}, ()
         plain = jax.tree.map(value_of, tree, is_leaf=is_box)
+        if wrong := [k for k, x in by_path(plain).items() if not hasattr(x, "shape")]:
+            raise UsageError(
+                f"initial has {some_of(wrong, 5) if wrong != [''] else described(tree)}, no array. "
+                "Give a tree of arrays or an NNX module; of a folder, bind train.initial = "
+                "@initial_params()."
+            )
         is_of_linen = isinstance(plain, Mapping) and "params" in plain
         self._arrays = {
             path if not is_of_linen or path.startswith(("params/", MODEL_STATE)) else

@@ -69,7 +69,11 @@ def _text_of(state: Any) -> str:
         problem = f": the state of its stream has a {type(x).__name__}, neither bytes nor JSON."
         raise binding_error("train.data", problem)
 
-    return json.dumps(state, default=plain)
+    text = json.dumps(state, default=plain)
+    if json.loads(text, object_hook=_bytes_again) != state:
+        problem = ": the state of its stream changes as JSON: give dicts by text, and lists."
+        raise binding_error("train.data", problem)
+    return text
 
 
 def _bytes_again(x: Any) -> Any:

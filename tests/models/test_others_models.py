@@ -256,8 +256,45 @@ def test_sown_metrics_are_logged_and_sown_losses_of_nnx_are_added():
 def test_a_loss_of_its_own_calls_has_metrics_of_its_own():
     model = research_dp.from_linen(Plain(), loss=own_call)
     assert 0 <= assert_alike(model, ("loss", "right"))[0]["right"] < 1
-    with pytest.raises(UsageError, match="a loss that takes `apply` returns its metrics"):
-        research_dp.from_linen(Plain(), loss=own_call, metrics={"right": cross_entropy})
+    for options, message in (
+        ({"metrics": {"right": cross_entropy}}, "a loss that takes `apply` returns its metrics"),
+        ({"targets": "label"}, "targets: a loss that takes `apply` is given the batch"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            research_dp.from_linen(Plain(), loss=own_call, **options)
+    # Its decay reads a parameter outside of the layer's call, so that layer is no unit.
+    model = research_dp.from_linen(Plain(), loss=own_call, units=("Dense_0", "Dense_1"))
+    assert set(built("fsdp", model).spec.model.units) == {"Dense_1"}
+
+
+def two_draws(apply, params, batch, keys):
+    """As R-Drop has it: the distance of two passes with other masks; a table for all examples."""
+    first, second = (apply(params, batch["x"], jnp.arange(3.0)) for _ in range(2))
+    return jnp.square(first - second).mean(-1)
+
+
+class Drops(nn.Module):
+    @nn.compact
+    def __call__(self, x, table, train):
+        assert table.shape == (3,)
+        return nn.Dense(CLASSES)(nn.Dropout(0.5, deterministic=not train)(x)) * table.sum()
+
+
+class DropsAndDraws(nn.Module):
+    """It has dropout besides the stream that it draws from, and the table as it is."""
+
+    @nn.compact
+    def __call__(self, x, table, train):
+        x = x + jax.random.normal(self.make_rng("noise"), x.shape)
+        return Drops()(x, table, train)
+
+
+def test_calls_of_one_loss_draw_by_themselves():
+    inputs = {"x": "x", "table": np.ones(3)}
+    for module, options, evaluated in ((Drops(), {}, 0), (DropsAndDraws(), {"rngs": "noise"}, 1)):
+        model = research_dp.from_linen(module, loss=two_draws, inputs=inputs, **options)
+        losses = [float(m["loss"]) for m in assert_alike(model)]
+        assert min(losses[:-1]) > 1e-3 and (losses[-1] > 1e-3) == evaluated
 
 
 def test_evaluation_by_another_module():
@@ -271,6 +308,9 @@ def test_evaluation_by_another_module():
     for path, x in params.items():
         layer, name = path.split("/")
         tree[layer][name] = x
+    with pytest.raises(UsageError, match="eval_module has other parameters than ModeInConfig"):
+        other = research_dp.from_linen(module, loss=cross_entropy, eval_module=Mixture())
+        built("single", other)
     expected = plain_cross_entropy(evaluated.apply, tree, batch)
     np.testing.assert_allclose(metrics[-1]["loss"], expected, rtol=1e-5)
 
@@ -373,6 +413,31 @@ def test_each_example_draws_its_own():
     assert len(set(losses(x * jnp.arange(1, 5)[:, None], None, False))) == 4
 
 
+class Misused(nn.Module):
+    """What cannot be said of one example, or of a device's part of the batch."""
+
+    what: str
+
+    @nn.compact
+    def __call__(self, x):
+        if self.what == "mean":
+            x = x - research_dp.global_mean(x)[None]
+        else:
+            self.sow("losses", "each", jnp.square(x).mean(-1))
+        return nn.Dense(CLASSES)(x)
+
+
+def test_what_would_be_another_number_in_silence_is_refused():
+    for what, options, message in (
+        ("mean", {"rngs": "noise"}, r"global_mean in a model that is called for each example"),
+        ("sown", {}, r"^each is sown with shape \(\d+,\).* Sow a number"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            built("ddp", research_dp.from_linen(Misused(what), loss=cross_entropy, **options))
+    with pytest.raises(UsageError, match=r"inputs = \{'x': None\} names no array"):
+        research_dp.from_linen(Plain(), loss=cross_entropy, inputs={"x": None})
+
+
 def test_a_draw_that_is_not_named_is_refused_with_its_line():
     with pytest.raises(UsageError, match=r"test_others_models.py:\d+ \(__call__\).*rngs='sample'"):
         built("single", drawing("autoencoder", rngs=()))
@@ -448,6 +513,12 @@ def test_a_run_begins_with_an_nnx_module_and_its_parameters_come_back(tmp_path):
     found = research_dp.load(tmp_path / "run", model=model)
     back = Normed(nnx.Rngs(0))
     research_dp.update_nnx(back, found.params, found.model_state)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *map(research_dp.nnx_variables, (loaded, nnx.state(loaded))),
+    )
+    with pytest.raises(UsageError, match=r"initial has 'runs/base', no array.* bind train.in"):
+        research_dp.run([], {}, tmp_path / "other", initial="runs/base")
     params, moved = (research_dp.nnx_variables(module)[0] for module in (loaded, back))
     jax.tree.map(np.testing.assert_array_equal, params, moved)
     assert float(back.norm.mean[...].min()) > 2  # moved on from 3

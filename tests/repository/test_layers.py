@@ -218,7 +218,7 @@ def test_files_are_of_one_subject(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 35_960,
+    (".",): 36_000,
     ("distributed", "strategies"): 9_700,
     ("commands",): 4_300,
 }

@@ -12,6 +12,7 @@ import pytest
 from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.analysis.program_cost import collectives_of
 from research_dp.certification.certify import certify
+from research_dp.certification.compare_steps import gathered
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.placement import nbytes
 from research_dp.distributed.sharding import by_path, path_name
@@ -175,6 +176,20 @@ def test_a_state_of_the_name_of_frozen_parameters_is_refused():
 def test_patterns_that_freeze_nothing_or_everything_are_refused(frozen, problem):
     with pytest.raises(UsageError, match=rf"^TrainSpec.frozen.*{problem}"):
         recipe("ddp").build(spec_of(frozen=frozen))
+
+
+def test_codecs_gather_frozen_parameters_and_may_leave_them_out():
+    exempt = "compression.exempt = ['hidden_0/kernel']"
+    strategy = recipe("compressed/fsdp_q8", "compression.min_size = 64", exempt).build(
+        spec_of(frozen=HIDDEN)
+    )
+    state = strategy.init(0)
+    computed_with = by_path(gathered(strategy, state))
+    assert set(computed_with) == {"head/bias", "head/kernel"}
+    (sharding,) = (p for p in strategy.shardings.frozen["hidden_0"].values() if p.dim is not None)
+    assert sharding.frozen and not strategy.config.compression.takes(sharding)
+    _, metrics = step(strategy, state)
+    assert np.isfinite(metrics["loss"]).all()
 
 
 def test_a_frozen_base_is_stored_in_shards_and_gathered_as_the_table_says():

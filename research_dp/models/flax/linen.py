@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +19,8 @@ from flax.traverse_util import flatten_dict
 from research_dp.argument_checks import checked
 from research_dp.distributed.boxed import is_box, value_of
 from research_dp.distributed.collectives import Axes
-from research_dp.errors import UsageError
+from research_dp.distributed.sharding import by_path
+from research_dp.errors import UsageError, some_of
 from research_dp.models.flax import module_calls as calls
 from research_dp.models.flax.module_units import Leaves, UnitCalls
 from research_dp.types import Functions, PyTree
@@ -53,12 +55,12 @@ def linen_functions_of_inputs(
     """
     name = type(module).__name__
     call = calls.ModuleCall(module.__call__, name, inputs)
-    names = {field.name for field in dataclasses.fields(module)}
-    fields = [mode for mode in calls.MODES if mode not in call.modes and mode in names]
 
     def in_mode(train: bool) -> nn.Module:
-        options: dict[str, Any] = dict(calls.mode_options(fields, train))
         chosen = module if train or eval_module is None else eval_module
+        names = {field.name for field in dataclasses.fields(chosen)}
+        fields = [mode for mode in calls.MODES if mode not in call.modes and mode in names]
+        options: dict[str, Any] = dict(calls.mode_options(fields, train))
         return chosen.clone(**options) if fields else chosen
 
     def init(key: jax.Array, x: Any) -> tuple[PyTree, PyTree]:
@@ -67,6 +69,8 @@ def linen_functions_of_inputs(
         keys_of_init = {"params": key, **calls.named_keys(rngs, key)} if rngs else key
         with calls.clear_errors(name, train=False):
             variables = in_mode(False).init(keys_of_init, *given.args, **given.kwargs)
+            if eval_module is not None:
+                _check_alike(name, variables, module, keys_of_init, given)
         # Boxes would constrain their arrays to a mesh that names their axes: a strategy shards.
         values = jax.tree.map(value_of, dict(variables), is_leaf=is_box)
         state = {kind: x for kind, x in values.items() if kind not in calls.SOWN}
@@ -82,34 +86,44 @@ def linen_functions_of_inputs(
         batch_axes: Axes = (),
         units: UnitCalls | None = None,
     ) -> tuple[jax.Array, PyTree]:
-        def one(x: Any, keys: Any, axes: Axes, streams: dict[str, jax.Array]) -> tuple[Any, PyTree]:
+        def one(x: Any, keys: Any, axes: Axes, draw: jax.Array | None) -> tuple[Any, PyTree]:
             given = call.arguments(x, train=train, keys=keys, batch_axes=axes)
-            variables = {"params": params, **model_state}
             mutable = [*(model_state if train else ()), *sown]
+            layers = {"dropout": calls.layer_keys(0)} if train else {}
+            streams = layers if draw is None else calls.named_keys(rngs, draw, train=train)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(calls.clear_errors(name, train=train))
-                over_batch = _over_the_batch(None if rngs else keys, axes, own_draws=bool(rngs))
+                over_batch = _over_the_batch(keys, axes, own_draws=draw is not None)
                 stack.enter_context(nn.intercept_methods(over_batch))
                 if units is not None:
                     stack.enter_context(nn.intercept_methods(_in_units(units)))
                 y, updates = in_mode(train).apply(
-                    variables, *given.args, mutable=mutable, rngs=streams, **given.kwargs
+                    {"params": params, **model_state},
+                    *given.args,
+                    mutable=mutable,
+                    rngs=streams,
+                    **given.kwargs,
                 )
             updates = dict(updates)
             _check_updates(name, model_state, updates)
-            # Without `rngs` an example has no call of its own.
-            rows = None if rngs else jax.tree.leaves(x)[0].shape[0]
-            found = {kind: calls.numbers_sown(updates.pop(kind, {}), rows) for kind in sown}
+            many = None if rngs else x
+            found = {kind: calls.numbers_sown(updates.pop(kind, {}), many) for kind in sown}
             return y, {**model_state, **updates, **found}
 
-        def drawing(x: Any, key: jax.Array, axes: Axes) -> tuple[Any, PyTree]:
-            return one(x, key[None] if train else None, axes, calls.named_keys(rngs, key))
-
-        if rngs:
-            return calls.for_each_example(drawing, x, keys, batch_axes)
-        return one(x, keys, batch_axes, {"dropout": calls.layer_keys(0)} if train else {})
+        return calls.called(one, x, keys, batch_axes, train=train, draws=bool(rngs))
 
     return Functions(init, apply)
+
+
+def _check_alike(name: str, variables: Any, module: nn.Module, keys: Any, given: Any) -> None:
+    """Raises UsageError if the variables of `eval_module` are not those of the module."""
+    init = functools.partial(module.init, keys, *given.args, **given.kwargs)
+    plain = functools.partial(jax.tree.map, value_of, is_leaf=is_box)
+    both = (by_path(plain(x["params"])) for x in (variables, jax.eval_shape(init)))
+    here, there = ({(path, x.shape) for path, x in tree.items()} for tree in both)
+    if apart := sorted({path for path, _ in here ^ there}):
+        problem = f"eval_module has other parameters than {name}: {some_of(apart, 5)}"
+        raise UsageError(f"{problem}. {calls.GUIDE}")
 
 
 def _check_updates(name: str, model_state: PyTree, updates: Mapping[str, PyTree]) -> None:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax.errors import InvalidRngError, ModifyScopeVariableError
 from jax.extend import random
 
-from research_dp.distributed.batch_examples import seed_key
+from research_dp.distributed.batch_examples import of_one_example, seed_key
 from research_dp.distributed.collectives import Axes
 from research_dp.distributed.jaxpr import line_of
 from research_dp.errors import UsageError
@@ -95,6 +95,8 @@ class ModuleCall:
         self.name, self._signature = name, inspect.signature(call)
         self._inputs = inputs
         by_name = list(inputs) if isinstance(inputs, Mapping) else None
+        if inputs is not None and not callable(inputs) and not names_of(inputs):
+            raise UsageError(f"inputs = {inputs!r} names no array of a batch. {GUIDE}")
         names = ["x"] if inputs is None else by_name or names_of(inputs) or ["batch"]
         parameters = self._signature.parameters
         takes_any = inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters.values()}
@@ -317,12 +319,13 @@ def _refuse(*_: Any) -> Any:
     )
 
 
-def numbers_sown(tree: PyTree, examples: int | None) -> dict[str, jax.Array]:
+def numbers_sown(tree: PyTree, x: Any) -> dict[str, jax.Array]:
     """What was sown into a collection: sums over calls and layers, 0-d float32, by path.
 
     Raises:
-        UsageError: An array may have a number for each of so many examples; None: it cannot.
+        UsageError: An array may have a number for each example of the input `x`; None: it cannot.
     """
+    examples = next((len(array) for array in split_arrays(x)[0] if jnp.ndim(array)), None)
     found: dict[str, jax.Array] = {}
     for keys, x in jax.tree_util.tree_leaves_with_path(tree):
         names = [str(k.key) for k in keys if isinstance(k, jax.tree_util.DictKey)]
@@ -336,31 +339,46 @@ def numbers_sown(tree: PyTree, examples: int | None) -> dict[str, jax.Array]:
     return found
 
 
-def for_each_example(
-    apply: Callable[..., tuple[Any, PyTree]], x: Any, keys: jax.Array | None, axes: Axes
+def called(
+    one: Callable[..., tuple[Any, PyTree]],
+    x: Any,
+    keys: jax.Array | None,
+    axes: Axes,
+    *,
+    train: bool,
+    draws: bool,
 ) -> tuple[Any, PyTree]:
-    """`apply(x of one example, its key, batch_axes)` of each, as (outputs (B, ...), new state).
+    """`one(x, keys, batch_axes, None)`; or if it `draws`, that of each example, with its own key.
 
     Whatever is drawn for an example is then the same on any number of devices. `keys` (B,) None:
-    evaluation, where an example's key is made of its own values. Numbers that an example's call
-    returns without a batch dim are (B,).
+    evaluation, where an example's key is made of its own values. Arrays of another first dim than
+    the batch are given in full. Numbers that an example's call returns without a batch dim are
+    (B,).
+
+    Returns:
+        The outputs (B, ...), and the new state.
 
     Raises:
         UsageError: The new state differs between examples.
     """
+    if not draws:
+        return one(x, keys, axes, None)
     arrays, with_arrays = split_arrays(x)
     if keys is None:
-        keys = _keys_by_value(arrays)
+        keys = keys_by_value(arrays)
+    in_axes = [0 if jnp.shape(x)[:1] == keys.shape else None for x in arrays]
 
-    def one(arrays: Sequence[Any], key: jax.Array) -> tuple[Any, PyTree]:
-        one_example = with_arrays([x[None] for x in arrays])
-        y, state = apply(one_example, key, (_EXAMPLE, *axes))
+    def of_example(arrays: Sequence[Any], key: jax.Array) -> tuple[Any, PyTree]:
+        pairs = zip(arrays, in_axes, strict=True)
+        x = with_arrays([x if dim is None else x[None] for x, dim in pairs])
+        with of_one_example():
+            y, state = one(x, key[None] if train else None, (_EXAMPLE, *axes), key)
         sown = {kind: state.pop(kind) for kind in SOWN if kind in state}
         without_dim = jax.tree.map(lambda y: y[0] if jnp.shape(y)[:1] == (1,) else y, y)
         return (without_dim, sown), state
 
     try:
-        run = jax.vmap(one, out_axes=(0, None), axis_name=_EXAMPLE)
+        run = jax.vmap(of_example, (in_axes, 0), (0, None), axis_name=_EXAMPLE)
         (y, sown), state = run(arrays, keys)
     except ValueError as error:
         if "out_axes" not in str(error):
@@ -372,7 +390,7 @@ def for_each_example(
     return y, {**state, **sown}
 
 
-def _keys_by_value(arrays: Sequence[jax.Array]) -> jax.Array:
+def keys_by_value(arrays: Sequence[jax.Array]) -> jax.Array:
     """One key an example, (B,), made of the bits of its values: the same wherever it is."""
     rows = arrays[0].shape[0]
     total = jnp.zeros((rows,), jnp.uint32)
@@ -389,7 +407,8 @@ def _keys_by_value(arrays: Sequence[jax.Array]) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(seed_key(0), total)
 
 
-def named_keys(streams: Streams, key: jax.Array) -> dict[str, jax.Array]:
-    """The keys of an example for these streams."""
+def named_keys(streams: Streams, key: jax.Array, *, train: bool = False) -> dict[str, jax.Array]:
+    """The keys of an example for these streams, and for dropout while the module trains."""
     names = [streams] if isinstance(streams, str) else list(streams)
+    names += ["dropout"] if train and "dropout" not in names else []
     return {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}

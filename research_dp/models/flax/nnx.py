@@ -98,16 +98,11 @@ def _functions(
                 _in_units(module, units)
             with calls.clear_errors(call.name, train=train), nnx.use_eager_sharding(False):
                 y = module(*given.args, **given.kwargs)
-            rows = None if streams else jax.tree.leaves(x)[0].shape[0]
-            found = {kind: calls.numbers_sown(_sown(module, kind), rows) for kind in sown}
+            many = None if streams else x
+            found = {kind: calls.numbers_sown(_sown(module, kind), many) for kind in sown}
             return y, {**(nnx_variables(module)[1] if train else model_state), **found}
 
-        def drawing(x: PyTree, key: jax.Array, axes: Axes) -> tuple[Any, PyTree]:
-            return one(x, key[None] if train else None, axes, key)
-
-        if streams:
-            return calls.for_each_example(drawing, x, keys, batch_axes)
-        return one(x, keys, batch_axes, None)
+        return calls.called(one, x, keys, batch_axes, train=train, draws=bool(streams))
 
     return Functions(init, apply)
 
@@ -157,12 +152,13 @@ def _abstract(build: Callable[[], nnx.Module]) -> nnx.Module:
 
 
 @checked
-def nnx_variables(module: nnx.Module) -> tuple[PyTree, PyTree]:
-    """Parameters and model state of an NNX module, as `TrainState` and checkpoints have them.
+def nnx_variables(module: nnx.Module | nnx.State) -> tuple[PyTree, PyTree]:
+    """Parameters and model state of an NNX module, or of its `nnx.state`, as `TrainState` has them.
 
     They are nested dicts of arrays, whose keys are texts. Random streams are left out.
     """
-    params, state = (_by_text(nnx.state(module, kind)) for kind in (nnx.Param, _is_state))
+    all_ = nnx.state(module) if isinstance(module, nnx.Module) else module
+    params, state = (_by_text(nnx.filter_state(all_, kind)) for kind in (nnx.Param, _is_state))
     return params, state
 
 
