@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from research_dp.analysis.topologies import topology
 from research_dp.distributed.mesh import planning_for, traced_for
+from research_dp.distributed.sharding import infer_sharding
 from research_dp.distributed.units import Units
 from tests.support import decoder
 from tests.support.compilers import needs_compiler
@@ -71,7 +72,8 @@ def test_accelerators_keep_no_elementwise_results(platform, kept, gathers):
         device_kind = "of no known chip"
 
     Device.platform = platform
-    units = Units((lambda shards, _: shards) if gathers else None, {"one": None})
+    layouts = infer_sharding({"one": jax.ShapeDtypeStruct((5, 7), np.float32)}, None, 1)
+    units = Units((lambda shards, _: shards) if gathers else None, layouts)
 
     def block(params, x):
         y = x @ params["one"]
