@@ -187,9 +187,9 @@ def supervised(
         **options: Any,
     ) -> LossOutput:
         scales = scaling.of(batch)
-        counted = {name: scaling.zeroed(batch, name) for name in batch}
-        x = counted
-        if not has_own_call:
+        if has_own_call:
+            x: Any = scaling.targets(batch, None)
+        else:
             x = jax.tree.map(functools.partial(_zeroed, scales), inputs_of(inputs, batch))
         rows = jax.tree.leaves(x)[0].shape[0]
 
@@ -205,9 +205,7 @@ def supervised(
             target: Any = None
             value, given = output if isinstance(output, tuple) else (output, {})
         else:
-            target = counted
-            if targets is not None:
-                target = _zeroed(scales, batch[targets], by_position=True)
+            target = scaling.targets(batch, targets)
             value = _called("loss", loss, output, target)
             given = {k: _called(k, f, output, target) for k, f in (metrics or {}).items()}
         values = _checked_values("loss", value, rows, target)
@@ -378,8 +376,12 @@ class _Scaling(NamedTuple):
     def is_input(self, name: str) -> bool:
         return self.all_inputs or name in self.inputs
 
-    def zeroed(self, batch: Batch, name: str) -> jax.Array:
-        return _zeroed(self.of(batch), batch[name], by_position=not self.is_input(name))
+    def targets(self, batch: Batch, name: str | None) -> Any:
+        """The array of this name, or all by name, with zeros where they have no weight."""
+        scales = self.of(batch)
+        if name is not None:
+            return _zeroed(scales, batch[name], by_position=True)
+        return {k: _zeroed(scales, x, by_position=not self.is_input(k)) for k, x in batch.items()}
 
 
 def _counted(scales: Sequence[Any], x: Any, *, by_position: bool) -> Any:

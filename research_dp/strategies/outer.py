@@ -332,7 +332,7 @@ class Replicas:
         of_grads = jax.tree.map(
             lambda p: PartitionSpec(DATA_AXIS, *p.spec), self._step.shardings.slices
         )
-        of_frozen = jax.tree.map(lambda p: p.spec, self._step.shardings.frozen) or {}
+        of_frozen = jax.tree.map(lambda p: p.spec, self._step.shardings.frozen)
         each: Any = PartitionSpec(DATA_AXIS)
         given = Gradients(of_grads, *(each,) * 4, specs.model_state, each)
         gradients: Any = jax.shard_map(

@@ -210,7 +210,7 @@ def infer_state_sharding(
         ),
     )
     frozen = frozen_of(abstract.model_state)
-    of_frozen: PyTree = ()
+    of_frozen: PyTree = {}
     if frozen:
         found = _param_shardings(config, spec, frozen)
         of_frozen = without_gradients(_of_params(config, found, sharded=params_sharded))

@@ -296,8 +296,7 @@ class Step:
         if self.spec.model.units:
             options["units"] = dataclasses.replace(units, order=order)
         elif units.gather is not None:
-            full = self.gathered(frozen, self.shardings.frozen or {})
-            model_state = with_values(model_state, full)
+            model_state = self._with_gathered(model_state)
         with self._split():
             out = self.spec.model.loss(params, model_state, batch, keys, **options)
         strategy.check_loss(out, self.spec)
@@ -350,8 +349,12 @@ class Step:
         """Unsharded parameters, and the model state with unsharded frozen ones."""
         if self.config.gather is None:
             return params, model_state
-        frozen = self.gathered(frozen_of(model_state), self.shardings.frozen or {})
-        return self.gathered(params, self.shardings.params), with_values(model_state, frozen)
+        params = self.gathered(params, self.shardings.params)
+        return params, self._with_gathered(model_state)
+
+    def _with_gathered(self, model_state: PyTree) -> PyTree:
+        frozen = self.gathered(frozen_of(model_state), self.shardings.frozen)
+        return with_values(model_state, frozen)
 
     def gathered_once(self, state: TrainState) -> tuple[PyTree, Callable[..., Any], PyTree]:
         """`gathered_all` of a state: parameters, what scatters their gradient, model state."""

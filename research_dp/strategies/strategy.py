@@ -91,7 +91,7 @@ class StateShardings(NamedTuple):
 
     params: PyTree
     slices: PyTree
-    frozen: PyTree = ()  # frozen parameters, between steps
+    frozen: PyTree  # frozen parameters, between steps; {}: there are none
 
     @property
     def stored(self) -> PyTree:
