@@ -283,6 +283,8 @@ def drifting(config, spec, *, by=1.5):
 def keyed_by_device(config, spec):
     """Initial parameters of a key of its own."""
     strategy = mapped(config, spec)
-    return dataclasses.replace(
-        strategy, init=lambda key: strategy.init(jax.random.fold_in(key, strategy.mesh.size))
-    )
+
+    def init(key, initial=None):
+        return strategy.init(jax.random.fold_in(key, strategy.mesh.size), initial)
+
+    return dataclasses.replace(strategy, init=init)

@@ -23,6 +23,7 @@ from research_dp.distributed.mesh import one_device_mesh
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
 from tests.support.certified import STEPS, bench_of, examples, noise, refusal, small_model
+from tests.support.marks import exhaustive, slow
 from tests.support.repository import stems
 
 TWO_AXES = "make_mesh.axes = {'data': 4, 'fsdp': 2}"  # replication is tracked over both
@@ -334,8 +335,10 @@ def test_a_slot_that_refuses_to_move_is_not_tried_and_one_that_forgets_fails():
     assert holds is False and "data_parallel.sync: its `resize` returned" in message
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stem", stems())
+IN_CI = ("fsdp", "hsdp_zero1", "spmd_fsdp", "zero1")  # the others are much like one of them
+
+
+@pytest.mark.parametrize("stem", [slow(s) if s in IN_CI else exhaustive(s) for s in stems()])
 def test_every_shipped_strategy_is_certified(stem):
     model = mlp(api="nnx", widths=(32, 16), num_classes=10, dropout_rate=0.3)
     settings = {"model": model, "max_grad_norm": 0.1, "accumulation_steps": 2}
@@ -343,8 +346,7 @@ def test_every_shipped_strategy_is_certified(stem):
     assert done.certified, (done.first_difference, done.cause)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [exhaustive("float32"), slow("bfloat16")])
 def test_a_language_model_with_units_is_certified(dtype):
     def tokens(order):
         rng = np.random.default_rng(0)

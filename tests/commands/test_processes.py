@@ -14,7 +14,7 @@ from tests.support.runs import summary
     "stem",
     [
         "fsdp",
-        pytest.param("hsdp", marks=pytest.mark.slow),
+        pytest.param("hsdp", marks=pytest.mark.exhaustive),
         pytest.param("ddp", marks=pytest.mark.exhaustive),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(command, tm
     [
         [],
         slow(["strategies/compressed/ddp_q8.gin"]),
-        slow(["strategies/low_communication/diloco.gin"]),
+        exhaustive(["strategies/low_communication/diloco.gin"]),
         exhaustive(["examples/ddp_error_feedback.gin"]),
         exhaustive(["strategies/compressed/fsdp_q8.gin"]),
         exhaustive(["strategies/compressed/zero1_q4.gin"]),

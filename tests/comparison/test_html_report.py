@@ -146,7 +146,8 @@ def test_axes_can_be_read_where_all_values_are_equal(tmp_path, open_page):
         page.get_by_label("logarithmic").first.click()
         page.wait_for_timeout(500)
     front = page.locator(".chart").last.locator(".role-axis-label text").all_text_contents()
-    assert len(front) == 2 and all(float(text) > 0 for text in front)  # bytes, evaluation loss
+    assert len({*front}) == len(front) >= 6  # bytes, evaluation loss
+    assert all(float(text) > 0 for text in front)
     assert page.problems == []
     page.close()
 

@@ -43,7 +43,7 @@ EACH = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=needs_compiler(p)) for name, p in PLATFORMS.items()]
 )
 RECORDED_FOR = [
-    pytest.param("h100:8x8", marks=[needs_compiler("gpu"), pytest.mark.slow]),
+    pytest.param("h100:8x8", marks=[needs_compiler("gpu"), pytest.mark.exhaustive]),
     pytest.param("v5e-64", marks=[needs_compiler("tpu"), pytest.mark.exhaustive]),
 ]
 

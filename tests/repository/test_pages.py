@@ -25,8 +25,11 @@ QUICK = {"docs/api.md", "docs/api_linen.md", "docs/api_updates.md"}
 # Pages whose commands are those of others, or take a minute and more.
 EXHAUSTIVE = {
     f"docs/{name}.md"
-    for name in ("compare", "configuration", "determinism", "fine_tune", "own_optimizer")
-} | {"docs/spot_the_bug.md", "docs/strategies.md"}
+    for name in (
+        *("api_nnx", "compare", "compressed", "configuration", "determinism", "fine_tune"),
+        *("low_communication", "own_data", "own_optimizer", "spot_the_bug", "strategies"),
+    )
+}
 # What a page's code must have reached at its end.
 ENDS = {
     "docs/api_linen.md": "assert float(step(params, state, x, y)[2]) < float(loss)",

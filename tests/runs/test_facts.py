@@ -261,7 +261,7 @@ RunFacts.compiled = listening
 @pytest.mark.parametrize(
     ("stem", "more", "processes", "cached"),
     [
-        slow("fsdp", (), 1, True),
+        exhaustive("fsdp", (), 1, True),
         exhaustive("spmd_fsdp", (), 1, True),
         exhaustive("hsdp", ("options/deterministic.gin",), 1, True),
         slow("zero1", (), 2, True),

@@ -83,7 +83,7 @@ def continue_under(command, folder, stem, processes, devices, steps):
     return outputs[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_loss_follows_the_undisturbed_run_over_other_meshes(command, tmp_path, undisturbed):
     chain = [("fsdp", 2, 4), ("ddp", 1, 4), ("hsdp", 4, 2), ("zero1", 2, 2)]
     for number, (stem, processes, devices) in enumerate(chain, 1):

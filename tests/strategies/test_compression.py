@@ -51,16 +51,16 @@ def gradients(stem, *bindings, states=None):
 
 
 PLACES = [
-    ("ddp", ["sync"]),
+    exhaustive("ddp", ["sync"]),
     ("ddp", ["sync", FEEDBACK]),
     ("zero1", ["sync", "update"]),
-    ("zero2", ["sync"]),
-    ("fsdp", ["gather"]),
+    exhaustive("zero2", ["sync"]),
+    exhaustive("fsdp", ["gather"]),
     ("fsdp", ["gather", "sync"]),
     exhaustive("fsdp_keep", ["gather", "sync"]),
     ("hsdp", ["across", FEEDBACK]),
     exhaustive("hsdp", ["gather", "sync", "across"]),
-    ("hsdp_zero1", ["gather", "across"]),
+    exhaustive("hsdp_zero1", ["gather", "across"]),
 ]
 
 

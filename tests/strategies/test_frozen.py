@@ -97,7 +97,9 @@ def test_the_compiled_program_sends_what_the_others_need(stem):
         assert (rest < 0.7 * whole) is (whole > 0)
 
 
-@pytest.mark.parametrize(("stem", "api"), [("ddp", "nnx"), ("fsdp", "linen"), ("zero2", "nnx")])
+@pytest.mark.parametrize(
+    ("stem", "api"), [exhaustive("ddp", "nnx"), ("fsdp", "linen"), exhaustive("zero2", "nnx")]
+)
 def test_strategies_are_certified_with_frozen_parameters(stem, api):
     spec = {"frozen": ".*hidden.*", "model": small_model(api), "accumulation_steps": 2}
     done = certify(bench_of(stem, spec=spec), noise(), steps=2)
@@ -135,9 +137,9 @@ LAYERS, IN_PART = "blocks/.*", "embed/.*|blocks/(qkv|out|mlp).*"
     ("stem", "frozen", "bindings", "more"),
     [
         exhaustive("ddp", LAYERS, (), ()),
-        ("ddp", IN_PART, (), ()),
+        exhaustive("ddp", IN_PART, (), ()),
         exhaustive("zero2", IN_PART, (), ()),
-        ("fsdp", LAYERS, (), ()),
+        exhaustive("fsdp", LAYERS, (), ()),
         exhaustive("fsdp", IN_PART, (), ()),
         ("fsdp", IN_PART, (decoder.LOOK_AHEAD,), ()),
         exhaustive("fsdp", IN_PART, (), ("options/deterministic.gin",)),

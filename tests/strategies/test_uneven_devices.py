@@ -112,7 +112,7 @@ CELLS += [("spmd_fsdp", 5), ("hsdp", 6), ("hsdp_zero1", 6), ("hsdp_zero1", 8)]
 @pytest.mark.parametrize(
     ("stem", "devices", "name"),
     [
-        (*cell, name) if name == "adamw" or cell in CELLS[1::7] else exhaustive(*cell, name)
+        (*cell, name) if name == "adamw" or cell == CELLS[1] else exhaustive(*cell, name)
         for cell in CELLS
         for name in OPTIMIZERS
     ],

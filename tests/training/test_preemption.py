@@ -212,9 +212,9 @@ def until_trained(tmp_path, process):
         time.sleep(0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "to"), [("SIGINT", "launcher"), ("SIGINT", "one"), ("SIGTERM", "all")]
+    ("number", "to"),
+    [slow("SIGINT", "launcher"), exhaustive("SIGINT", "one"), exhaustive("SIGTERM", "all")],
 )
 def test_a_signal_to_any_process_stops_all_at_one_step(command, tmp_path, number, to):
     flags = ["--gin.train.num_steps=1000000", "--cpu_devices=1"]
