@@ -5,19 +5,13 @@ import time
 
 import pytest
 
+from tests.support.marks import exhaustive, slow
 from tests.support.processes import RUN, start
 from tests.support.runs import summary
 
 
 # Processes are told to the mesh alone: each collective between them, over one axis and over two.
-@pytest.mark.parametrize(
-    "stem",
-    [
-        "fsdp",
-        pytest.param("hsdp", marks=pytest.mark.exhaustive),
-        pytest.param("ddp", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize("stem", ["fsdp", slow("hsdp"), exhaustive("ddp")])
 def test_two_processes_compute_what_one_does(command, tmp_path, stem):
     flags = [f"--gin_file=gin/strategies/{stem}.gin", "--gin.train.num_steps=10"]
     alone = command(*RUN, *flags, "--cpu_devices=8", f"--workdir={tmp_path / 'one'}")

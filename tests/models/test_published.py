@@ -303,7 +303,7 @@ def test_strategies_that_begin_with_a_folder_end_with_the_same_bits(tmp_path):
     assert len(set(ends.values())) == 1, ends
 
 
-QUICK = [("gemma2", "fsdp"), ("gpt2", "spmd_fsdp")]
+QUICK = [("gemma2", "fsdp"), ("gpt2", "spmd_fsdp"), ("qwen2", "fsdp")]
 FOLLOWING = [
     (name, stem) if (name, stem) in QUICK else exhaustive(name, stem)
     for name in ("gemma2", "gpt2", "qwen2")

@@ -37,7 +37,7 @@ from research_dp.training.optimizers import LearningRate
 from research_dp.types import LossOutput, TrainableModel
 from tests.support import decoder
 from tests.support.certified import BATCH, MAX_NORM, batches, bench_of, noise, small_model, spec_of
-from tests.support.marks import slow
+from tests.support.marks import exhaustive, slow
 from tests.support.recipes import recipe
 
 MODEL = small_model()
@@ -73,7 +73,15 @@ def assert_near(found, expected, atol=2e-6):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), found, expected)
 
 
-@pytest.mark.parametrize(("stem", "count"), [("ddp", 1), ("ddp", 8), ("fsdp", 2), ("zero1", 2)])
+IN_CI = [("ddp", 1), ("ddp", 8), ("fsdp", 2), ("zero1", 2)]
+TOGETHER = [
+    (stem, count) if (stem, count) in IN_CI else exhaustive(stem, count)
+    for stem in ("ddp", "fsdp", "zero1")
+    for count in (1, 2, 8)
+]
+
+
+@pytest.mark.parametrize(("stem", "count"), TOGETHER)
 def test_replicas_that_meet_each_step_are_one(stem, count):
     found, metrics = trained(of_replicas(count, stem=stem))
     spec = spec_of(MODEL, optimizer=optax.sgd(0.1))
@@ -122,7 +130,15 @@ class Nesterov:
 
 
 @pytest.mark.parametrize(
-    ("stem", "count", "every"), [("ddp", 2, 2), ("fsdp", 4, 3), ("fsdp", 2, 1000)]
+    ("stem", "count", "every"),
+    [
+        ("ddp", 2, 2),
+        ("fsdp", 4, 3),
+        ("fsdp", 2, 1000),
+        exhaustive("fsdp", 2, 2),
+        exhaustive("ddp", 4, 3),
+        exhaustive("ddp", 2, 1000),
+    ],
 )
 def test_each_replica_is_a_run_of_one_device_until_they_meet(stem, count, every):
     """Adam, dropout, and clipping of each replica's own gradient."""

@@ -110,7 +110,7 @@ ALONE = {"x64": lambda: jax.enable_x64(True), "disable_jit": jax.disable_jit}
 
 # All switches at once, and those alone, meet each engine (of single, spmd_fsdp and those that are
 # mapped), gathers, slices and groups.
-UNDER = [slow("spmd_fsdp", None), exhaustive("fsdp", None)]
+UNDER = [slow("spmd_fsdp", None), slow("fsdp", None)]
 UNDER += [exhaustive(s, None) for s in ("single", "zero1", "hsdp")]
 UNDER += [exhaustive(s, alone) for alone in ALONE for s in ("single", "spmd_fsdp")]
 UNDER += [exhaustive("hsdp", "x64"), exhaustive("zero1", "x64"), exhaustive("fsdp", "disable_jit")]
