@@ -213,7 +213,7 @@ Seed = Annotated[
 ]
 Positive = Annotated[float, Limit(lambda x: is_number(x) and x > 0, "a positive number")]
 Fraction = Annotated[float, Limit(lambda x: is_number(x) and 0 <= x <= 1, "a fraction in [0, 1]")]
-DropoutRate = Annotated[float, Limit(lambda x: is_number(x) and 0 <= x < 1, "a fraction in [0, 1)")]
+BelowOne = Annotated[float, Limit(lambda x: is_number(x) and 0 <= x < 1, "a fraction in [0, 1)")]
 MaxNorm = Annotated[float, Limit(_is_norm, "a number of at least 0")]
 TracedNorm = Annotated[
     Any, Limit(_is_traced_norm, "a number of at least 0, or a 0-d array of such a number")

@@ -217,8 +217,7 @@ class Progress:
             if at_once:
                 self.say(activity)
             waits = itertools.chain(
-                [] if at_once else [_PATIENCE],
-                itertools.repeat(_SECONDS) if self._repeats else [],
+                [] if at_once else [_PATIENCE], itertools.repeat(_SECONDS) if self._repeats else []
             )
             threading.Thread(target=self._remind, args=(self._ended, waits), daemon=True).start()
 

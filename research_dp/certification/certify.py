@@ -60,12 +60,7 @@ _STATEFUL = (
 
 
 def certify(
-    bench: Bench,
-    data: DataSet,
-    *,
-    steps: int,
-    dtypes: Sequence[str] = (),
-    report: Report = silent,
+    bench: Bench, data: DataSet, *, steps: int, dtypes: Sequence[str] = (), report: Report = silent
 ) -> Certificate:
     """Certifies a strategy on a data set, or finds what is wrong with it.
 

@@ -17,14 +17,7 @@ import numpy as np
 
 from research_dp.certification.certificate import Certificate
 from research_dp.certification.diagnose import SHOWN
-from research_dp.certification.harness import (
-    POSITIONS,
-    Batch,
-    Bench,
-    run_step,
-    saved,
-    to_host,
-)
+from research_dp.certification.harness import POSITIONS, Batch, Bench, run_step, saved, to_host
 from research_dp.certification.noise import train_batches
 from research_dp.certification.tolerances import first_difference
 from research_dp.console import Report

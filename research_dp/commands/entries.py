@@ -133,10 +133,7 @@ COMMANDS = {
     "launch": Entry(
         "launch",
         "starts one run in several processes of this machine",
-        (
-            f"-n 2 -- {_RUN} --cpu_devices=4 --workdir=runs/two",
-            "--post_mortem=runs/two",
-        ),
+        (f"-n 2 -- {_RUN} --cpu_devices=4 --workdir=runs/two", "--post_mortem=runs/two"),
         "FLAGS are those of train. Each process appends to its own log, DIR/logs/process_I.log; "
         "that of process 0 is shown. If a process fails, the others are ended, and a few lines say "
         "which was first, where, and which log to read. Signals are forwarded. The exit status is "

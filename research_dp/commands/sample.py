@@ -13,12 +13,14 @@ import jax.numpy as jnp
 
 from research_dp.argument_types import Count, CountOrZero, MaxNorm, Seed
 from research_dp.commands.saved_run import load, load_hf
+from research_dp.config import parser
 from research_dp.data.text import load_tokenizer
 from research_dp.errors import UsageError
+from research_dp.runs import files
 from research_dp.runs.published import CONFIG
 from research_dp.types import PyTree, TrainableModel
 
-_TOKENIZER = "tokenizer.json"
+_TOKENIZER, _BINDING = "tokenizer.json", "text_data.tokenizer"
 
 
 def command(
@@ -39,7 +41,7 @@ def command(
         tokens: How many are drawn.
         temperature: Of what is drawn; 0: always the likeliest token.
         seed: Of what is drawn.
-        tokenizer: A `tokenizer.json`; None: that of the folder, or bytes.
+        tokenizer: A `tokenizer.json`; None: that of the folder or of the run, or bytes.
         step: Of the run's checkpoint; None: the newest.
 
     Returns:
@@ -54,9 +56,9 @@ def command(
         model, params = load(path, step)
     if model.decode is None:
         raise UsageError(f"the model of {path} is no transformer: there is nothing to sample.")
-    named = Path(tokenizer).expanduser() if tokenizer else path / _TOKENIZER
-    if tokenizer or named.is_file():
-        encode, texts = _tokenizer(named)
+    named, binding = tokenizer or of_run(path), "--tokenizer" if tokenizer else _BINDING
+    if named or (path / _TOKENIZER).is_file():
+        encode, texts = _tokenizer(Path(named or path / _TOKENIZER).expanduser(), binding)
     else:
         encode, texts = _bytes(model.config["vocab_size"])
     given = encode(prompt)
@@ -113,9 +115,16 @@ def _bytes(vocab_size: int) -> tuple[Callable[[str], list[int]], Texts]:
     return lambda text: list(text.encode()), texts
 
 
-def _tokenizer(path: Path) -> tuple[Callable[[str], list[int]], Texts]:
+def of_run(folder: Path) -> str | None:
+    """The tokenizer that a run's text was prepared with, if it was."""
+    statements = parser.read([str(folder / files.CONFIG)], [])
+    named = [x.value for x in statements if isinstance(x, parser.Binding) and x.name == _BINDING]
+    return named[-1] if named and isinstance(named[-1], str) else None
+
+
+def _tokenizer(path: Path, binding: str) -> tuple[Callable[[str], list[int]], Texts]:
     """The same for a file of Hugging Face's tokenizers."""
-    known = load_tokenizer(path, "--tokenizer")
+    known = load_tokenizer(path, binding)
 
     def texts(prompt: Sequence[int], tokens: Iterator[int]) -> Iterator[str]:
         seen = list(prompt)

@@ -201,11 +201,19 @@ def _statements(text: str, name: str, file: File | None) -> Iterator[Statement]:
                 line, message = error.args[1][0], "a bracket or a quote is not closed"
             line = min(line, len(lines))
             if "malformed node or string" in message or "Unable to parse value" in message:
-                message = "the value is not a Python literal (put quotes around a string)"
+                message = f"the value is not a Python literal ({_advice(lines[line - 1])})"
             message = f"{message.rstrip('.')}: {printable(lines[line - 1].strip())}"
             yield Mistake(f"{name}:{line}" if file else name, message)
             below = range(max(line, start + 1), len(lines))
             start = next((i for i in below if _STATEMENT_START.match(lines[i])), len(lines))
+
+
+def _advice(text: str) -> str:
+    """What the value of a binding may mean, if it is no literal."""
+    word = text.partition("=")[2].partition("#")[0].strip().removesuffix("()")
+    if word and gin_internals.find(word):
+        return f"did you mean @{word}()?"
+    return "put quotes around a string, % before a macro, @ before a function"
 
 
 def _as_statement(item: Any, place: str, file: File | None) -> Iterator[Statement]:

@@ -141,11 +141,7 @@ def image_classification(
 @gin.register(module="data")
 @checked
 def byte_text(
-    features: Features,
-    *,
-    length: Count = 256,
-    key: str = "text",
-    crop_from: Count | None = None,
+    features: Features, *, length: Count = 256, key: str = "text", crop_from: Count | None = None
 ) -> Preprocess:
     """The first bytes of each text as tokens, padded, with a mask over real bytes.
 

@@ -17,10 +17,7 @@ from research_dp.types import Arrays, DataSet, EvalOrder, TrainOrder
 @gin.register(module="data")
 @checked
 def random_tokens(
-    *,
-    length: Count = gin.REQUIRED,
-    vocab_size: Count = gin.REQUIRED,
-    eval_examples: Count = 64,
+    *, length: Count = gin.REQUIRED, vocab_size: Count = gin.REQUIRED, eval_examples: Count = 64
 ) -> DataSet:
     """Sequences of uniformly distributed tokens; the loss cannot fall below log(vocab_size).
 

@@ -27,6 +27,7 @@ from research_dp.errors import UsageError, binding_error, some_of
 _SAMPLE = 2**16  # bytes at a file's ends that its identity depends on
 _AT_ONCE = 1000  # documents
 _INSTALL = "pip install 'research_dp[text]'"
+_OF_MANY = (".jsonl", ".ndjson", ".parquet", ".arrow")  # files of several documents
 
 
 @gin.register(module="data")
@@ -60,16 +61,20 @@ def text_data(
             the tokenizer or these options change.
 
     Raises:
-        UsageError: A pattern matches no file, or a file or the tokenizer cannot be read.
+        UsageError: A pattern matches no file, a file or the tokenizer cannot be read, or a split
+            has no document.
     """
     patterns = [files] if isinstance(files, str) else files
     paths = [path for pattern in patterns for path in _matched(pattern)]
     encode = encoder(tokenizer, end)
+    is_one = len(paths) == 1 and not paths[0].name.removesuffix(".gz").endswith(_OF_MANY)
+    if is_one or held_out in (0, 1):
+        raise _no_document(held_out, "a split")
 
     def rows(test: bool) -> Iterator[types.Arrays]:
         texts = (text for path in paths for text in documents(path, key))
         own = (text for text in texts if _is_held_out(text, held_out) == test)
-        return packed(encode(own), length)
+        return packed(encode(_some(own, held_out, "test" if test else "train")), length)
 
     read = [*paths, *([Path(tokenizer).expanduser()] if tokenizer else [])]
     parts = [*map(_identity, read), length, key, bool(tokenizer), end, held_out]
@@ -113,6 +118,24 @@ def _identity(path: Path) -> tuple[str, int, str]:
 def _is_held_out(text: str, share: float) -> bool:
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:6]) < share * 2**48
+
+
+def _some(texts: Iterable[str], held_out: float, split: str) -> Iterator[str]:
+    """The texts of a split. UsageError: all are empty, or there is none."""
+    found = False
+    for text in texts:
+        found = found or bool(text)
+        yield text
+    if not found:
+        raise _no_document(held_out, f"split {split!r}")
+
+
+def _no_document(held_out: float, where: str) -> UsageError:
+    problem = (
+        f" = {held_out} leaves {where} without a document. It needs one in 'train' and one in "
+        "'test'. A file of text is one document; write one document to a line of a .jsonl file."
+    )
+    return binding_error("text_data.held_out", problem)
 
 
 def packed(documents: Iterable[Sequence[int]], length: int) -> Iterator[dict[str, np.ndarray]]:

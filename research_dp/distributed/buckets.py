@@ -16,14 +16,7 @@ from jax import lax
 from research_dp import argument_types as types
 from research_dp.argument_checks import checked
 from research_dp.distributed import collectives
-from research_dp.distributed.collectives import (
-    PLAIN,
-    Axes,
-    Reduction,
-    Wire,
-    axes_size,
-    flat_axes,
-)
+from research_dp.distributed.collectives import PLAIN, Axes, Reduction, Wire, axes_size, flat_axes
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import LeafSharding, fitted, shardings_like
 from research_dp.distributed.vma import is_replicated, varying_axes

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Count, DropoutRate, Dtype
+from research_dp.argument_types import BelowOne, Count, Dtype
 from research_dp.models.layers import Api, Layers, Norm, dropout, network_functions
 from research_dp.models.supervised import supervised
 from research_dp.types import Functions, TrainableModel
@@ -27,7 +27,7 @@ def convnet(
     hidden: Count = 128,
     num_classes: Count = gin.REQUIRED,
     norm: Norm = "group",
-    dropout_rate: DropoutRate = 0.0,
+    dropout_rate: BelowOne = 0.0,
     dtype: Dtype | None = None,
 ) -> TrainableModel:
     """3x3 convolutions, each followed by a norm, ReLU and 2x2 mean pooling; one hidden layer.
@@ -63,7 +63,7 @@ def mlp(
     api: Api = "linen",
     widths: Sequence[Count] = (256, 256),
     num_classes: Count = gin.REQUIRED,
-    dropout_rate: DropoutRate = 0.0,
+    dropout_rate: BelowOne = 0.0,
     dtype: Dtype | None = None,
 ) -> TrainableModel:
     """A perceptron with ReLU layers.
@@ -95,7 +95,7 @@ def resnet(
     width: Count = 16,
     num_classes: Count = gin.REQUIRED,
     norm: Norm = "batch",
-    dropout_rate: DropoutRate = 0.0,
+    dropout_rate: BelowOne = 0.0,
     dtype: Dtype | None = None,
 ) -> TrainableModel:
     """Basic residual blocks in stages; each stage but the first halves the image.

@@ -18,18 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Count, CountOrZero, DropoutRate, Dtype, Positive
+from research_dp.argument_types import BelowOne, Count, CountOrZero, Dtype, Positive
 from research_dp.distributed.differentiable_gather import Remat
 from research_dp.distributed.mesh import target_platform
 from research_dp.errors import binding_error
 from research_dp.models.language_model import ADAPTER, Form, LanguageModel, capped
-from research_dp.models.layers import (
-    Api,
-    Layers,
-    SequenceNorm,
-    dropout,
-    network_functions,
-)
+from research_dp.models.layers import Api, Layers, SequenceNorm, dropout, network_functions
 from research_dp.types import TrainableModel
 
 Implementation = Literal["auto", "cudnn", "chunked", "xla"]
@@ -69,7 +63,7 @@ def transformer(
     logit_cap: Positive | None = None,
     lora_rank: CountOrZero = 0,
     lora_alpha: Positive = 16.0,
-    dropout_rate: DropoutRate = 0.0,
+    dropout_rate: BelowOne = 0.0,
     dtype: Dtype = "float32",
     remat: Remat = "full",
     unroll: Count | None = None,

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import gin
 import jax
@@ -22,14 +22,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import (
+    BelowOne,
     Count,
     CountOrZero,
     Dtype,
     Fraction,
-    Limit,
     Positive,
     Transform,
-    is_number,
 )
 from research_dp.distributed import buckets
 from research_dp.distributed.buckets import Encoded, is_encoded
@@ -44,10 +43,6 @@ from research_dp.strategies.frozen import FROZEN, frozen_of, with_values
 from research_dp.strategies.step import Gradients, Step
 from research_dp.strategies.strategy import PlacedBatch, TrainState, fitted_state
 from research_dp.types import PyTree
-
-BelowOne = Annotated[
-    float, Limit(lambda x: is_number(x) and 0 <= x < 1, "a number from 0, below 1")
-]
 
 
 @gin.register("outer", module="strategies")

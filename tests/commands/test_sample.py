@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import research_dp
-from research_dp.commands.sample import drawn
+from research_dp.commands.sample import drawn, of_run
 from research_dp.distributed.sharding import by_path
 from research_dp.models.transformer import transformer
 from research_dp.runs import published, tensor_files
@@ -78,6 +78,16 @@ def test_a_tokenizer_of_the_folder_is_used(tmp_path, capfd):
     model, params = research_dp.load_hf(path)
     words = [f"w{i}" for i in drawn(model, params, [3, 5], 4, 0.0, 0)]
     assert capfd.readouterr().out == f"w3 w5 {' '.join(words)}\n"
+
+
+@pytest.mark.parametrize(
+    ("bound", "found"), [("'a/b.json'", "a/b.json"), ("%PATH", None), ("None", None)]
+)
+def test_a_run_says_which_tokenizer_its_text_has(bound, found, tmp_path):
+    lines = f"PATH = 'a'\nimport no_such_module\ntext_data.tokenizer = {bound}\n"
+    (tmp_path / "config.gin").write_text(lines)
+    assert of_run(tmp_path) == found
+    assert of_run(tmp_path / "none") is None
 
 
 def test_mistakes_are_told(tmp_path, capfd):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import gin
 import pytest
 
-from research_dp.argument_types import Count, CountOrZero, DropoutRate, Dtype, Fraction, Positive
+from research_dp.argument_types import BelowOne, Count, CountOrZero, Dtype, Fraction, Positive
 from research_dp.config.binding_checks import annotation, complaint, in_words
 from research_dp.config.parser import Reference
 
@@ -17,7 +17,7 @@ from research_dp.config.parser import Reference
         *((3, int), (3, float), (0.5, float), ("a", str), (None, int | None), (True, bool)),
         *(((1, 2), Sequence[int]), ([1], Sequence[Count]), ({"a": 1}, Mapping[str, int])),
         *(("a", Literal["a", "b"]), (None, Literal["a"] | None), (len, Callable[..., Any])),
-        *((1, Count), (0, CountOrZero), (1, Positive), (1.0, Fraction), (0.0, DropoutRate)),
+        *((1, Count), (0, CountOrZero), (1, Positive), (1.0, Fraction), (0.0, BelowOne)),
         *(("bfloat16", Dtype), (None, Dtype | None), ("float8_e4m3fn", Dtype)),
         *((object(), Any),),
     ],
@@ -44,7 +44,7 @@ def test_right_values(value, expected):
         (0, Count, "give an integer of at least 1"),
         (0, Positive | None, "give a positive number, or None"),
         (1.1, Fraction, "give a fraction in [0, 1]"),
-        (1, DropoutRate, "give a fraction in [0, 1)"),
+        (1, BelowOne, "give a fraction in [0, 1)"),
         ("int8", Dtype, "give a floating-point dtype, e.g. 'bfloat16'"),
     ],
 )

@@ -101,6 +101,8 @@ IN_A_FILE = {
     "train.model = @tfds_data()": ("mine.gin:1", "it returns DataSet; give e.g. @convnet()"),
     "train.strategy = 'ddp'": ("mine.gin:1", "'ddp': give e.g. @data_parallel()"),
     "data_parallel.engine = 'maped'": ("mine.gin:1", "give a function, e.g. @mapped"),
+    "data_parallel.engine = 'mapped'": ("mine.gin:1", "give a function, e.g. @mapped."),
+    "train.optimizer = 'optax.adamw'": ("mine.gin:1", "give e.g. @optax.adamw()."),
     "data_parallel.mesh = @make_mesh": ("mine.gin:1", "@make_mesh() is what it returns"),
     "data_parallel.engine = @mapped()": ("mine.gin:1", "give the function, @mapped"),
     # ---- Without effect ----
@@ -114,6 +116,10 @@ IN_A_FILE = {
     ),
     # ---- Syntax, files, imports ----
     "train.seed = a/b": ("mine.gin:1", "put quotes around a string"),
+    "train.optimizer = optax.adamw": ("mine.gin:1", "(did you mean @optax.adamw()?)"),
+    "train.data = digits()  # mine": ("mine.gin:1", "% before a macro, @ before a function"),
+    "train.model = mlp()  # mine": ("mine.gin:1", "(did you mean @mlp()?)"),
+    "train.num_steps =": ("mine.gin:1", "train.num_steps ="),
     "\ntrain.seed == 2": ("mine.gin:2", "train.seed == 2"),
     "make_mesh.axes = {'data': 8": ("mine.gin:1", "make_mesh.axes"),
     "include 'gin/models/mpl.gin'": ("mine.gin:1", "Did you mean models/mlp.gin?"),

@@ -113,10 +113,8 @@ def tokenizer(folder):
 def test_tokens_are_those_of_a_tokenizer_with_an_end(tmp_path):
     path = written(tmp_path / "in", [f"w{i} w3" for i in range(4, 24)], "jsonl")
     given = {"files": [str(path)], "length": 6, "data_dir": str(tmp_path / "out")}
-    given |= {"tokenizer": str(tokenizer(tmp_path)), "end": "[end]", "held_out": 1.0}
-    with pytest.raises(UsageError, match="train"):
-        text_data(**given).prepare()
-    data = text_data(**{**given, "held_out": 0.5})
+    given |= {"tokenizer": str(tokenizer(tmp_path)), "end": "[end]", "held_out": 0.5}
+    data = text_data(**given)
     _, tokens, batches = rows_of(data)
     assert "vocab_size" not in data.info
     first = tokens[0]
@@ -163,3 +161,28 @@ def test_a_run_trains_on_own_text(tmp_path):
     files = ["runs/lm_stdlib.gin", "data/text.gin", "strategies/ddp.gin"]
     found = research_dp.run(files, bound, workdir=tmp_path / "run")
     assert found["step"] == 4 and found["data"]["name"].startswith("packed_text/")
+
+
+@pytest.mark.parametrize("held_out", [0.0, 0.05, 1.0])
+def test_one_file_of_text_is_refused_before_it_is_read(held_out, tmp_path):
+    (tmp_path / "a.txt").write_text("One\ntwo")
+    with pytest.raises(UsageError, match=r"text_data.held_out = .* leaves a split without"):
+        text_data(files=str(tmp_path / "a.txt"), held_out=held_out)
+
+
+@pytest.mark.parametrize(
+    ("texts", "held_out", "split"),
+    [(["a"], 0.01, "test"), (["a"], 0.99, "train"), (["a", "", ""], 0.01, "test"), ([], 0.5, ".*")],
+)
+def test_a_split_without_a_text_is_named(texts, held_out, split, tmp_path):
+    path = written(tmp_path / "in", texts, "jsonl")
+    data = text_data(files=str(path), held_out=held_out, data_dir=str(tmp_path / "out"))
+    with pytest.raises(UsageError, match=f"held_out = {held_out} leaves split '{split}' without"):
+        data.prepare()
+
+
+def test_both_splits_need_a_share_of_many_documents(tmp_path):
+    path = written(tmp_path / "in", TEXTS, "jsonl")
+    for held_out in (0.0, 1.0):
+        with pytest.raises(UsageError, match="leaves a split without a document"):
+            text_data(files=str(path), held_out=held_out)
