@@ -83,8 +83,9 @@ class Figure(NamedTuple):
 
     def __str__(self) -> str:
         where = "from step {} on" if self.since is not None else "in the evaluation at step {}"
-        numbers = f"{self.metric} {self.one:.7g} and {self.other:.7g}"
-        return f"they differ {where.format(self.step)}: {numbers}"
+        digits = 7 if f"{self.one:.7g}" != f"{self.other:.7g}" else 17
+        numbers = f"{self.one:.{digits}g} and {self.other:.{digits}g}"
+        return f"they differ {where.format(self.step)}: {self.metric} {numbers}"
 
     def apart(self, noise: Noise) -> Apart | None:
         """How far; None where no bound was measured, unless an evaluation of one is not finite."""

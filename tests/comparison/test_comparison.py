@@ -13,7 +13,7 @@ from examples import figures
 from research_dp.certification.noise import Noise
 from research_dp.comparison import chart_data, differences, html_report, runs, verdicts
 from research_dp.comparison.comparison import Comparison
-from research_dp.comparison.verdicts import Judge
+from research_dp.comparison.verdicts import Figure, Judge
 from research_dp.console import put
 from research_dp.runs import facts
 from research_dp.runs.manifest import Damaged, Leaf, Manifest, Progress
@@ -90,6 +90,12 @@ def test_one_loss_that_differs_by_a_bit_is_not_the_same_bits(tmp_path):
     assert verdict.kind == "unknown"
     assert verdict.message.startswith("they differ from step 40 on: loss ")
     assert verdict.message.endswith("--bound=N measures what rounding explains")
+
+
+def test_numbers_that_differ_are_printed_so():
+    said = "they differ in the evaluation at step 60: loss 0.5 and "
+    assert str(Figure("loss", None, 60, 0.5, 0.5004)) == f"{said}0.5004"
+    assert str(Figure("loss", None, 60, 0.5, 0.5 + 2**-40)) == f"{said}0.50000000000090949"
 
 
 def test_other_parameters_with_the_same_records_are_not_the_same_bits(tmp_path):
