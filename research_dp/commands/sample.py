@@ -20,7 +20,7 @@ from research_dp.runs import files
 from research_dp.runs.published import CONFIG
 from research_dp.types import PyTree, TrainableModel
 
-_TOKENIZER, _BINDING = "tokenizer.json", "text_data.tokenizer"
+_TOKENIZER = "tokenizer.json"
 
 
 def command(
@@ -56,9 +56,12 @@ def command(
         model, params = load(path, step)
     if model.decode is None:
         raise UsageError(f"the model of {path} is no transformer: there is nothing to sample.")
-    named, binding = tokenizer or of_run(path), "--tokenizer" if tokenizer else _BINDING
-    if named or (path / _TOKENIZER).is_file():
-        encode, texts = _tokenizer(Path(named or path / _TOKENIZER).expanduser(), binding)
+    own = path / _TOKENIZER
+    if named := tokenizer or (str(own) if own.is_file() else of_run(path)):
+        file = Path(named).expanduser()
+        if not (tokenizer or file.is_file()):
+            raise UsageError(f"{path} names the tokenizer {file}, not here: give --tokenizer=FILE.")
+        encode, texts = _tokenizer(file)
     else:
         encode, texts = _bytes(model.config["vocab_size"])
     given = encode(prompt)
@@ -118,13 +121,16 @@ def _bytes(vocab_size: int) -> tuple[Callable[[str], list[int]], Texts]:
 def of_run(folder: Path) -> str | None:
     """The tokenizer that a run's text was prepared with, if it was."""
     statements = parser.read([str(folder / files.CONFIG)], [])
-    named = [x.value for x in statements if isinstance(x, parser.Binding) and x.name == _BINDING]
-    return named[-1] if named and isinstance(named[-1], str) else None
+    bound = {x.name: x.value for x in statements if isinstance(x, parser.Binding)}
+    value = bound.get("text_data.tokenizer")
+    while isinstance(value, parser.Macro):
+        value = bound.pop(value.name, None)
+    return value
 
 
-def _tokenizer(path: Path, binding: str) -> tuple[Callable[[str], list[int]], Texts]:
+def _tokenizer(path: Path) -> tuple[Callable[[str], list[int]], Texts]:
     """The same for a file of Hugging Face's tokenizers."""
-    known = load_tokenizer(path, binding)
+    known = load_tokenizer(path, "--tokenizer")
 
     def texts(prompt: Sequence[int], tokens: Iterator[int]) -> Iterator[str]:
         seen = list(prompt)

@@ -83,7 +83,7 @@ class Figure(NamedTuple):
 
     def __str__(self) -> str:
         where = "from step {} on" if self.since is not None else "in the evaluation at step {}"
-        digits = 7 if f"{self.one:.7g}" != f"{self.other:.7g}" else 17
+        digits = next((d for d in (7, 9) if f"{self.one:.{d}g}" != f"{self.other:.{d}g}"), 17)
         numbers = f"{self.one:.{digits}g} and {self.other:.{digits}g}"
         return f"they differ {where.format(self.step)}: {self.metric} {numbers}"
 

@@ -194,8 +194,10 @@ def in_words(expected: Any, like: Any = None) -> str:
         accepted = [m for m in accepted if m not in (*arrays, bool, int, complex)]
     phrases, examples = argument_checks.words_of(accepted), makers(expected)
     if examples:
-        if isinstance(like, str) and gin_internals.find(like):  # `@` was forgotten
-            examples = [f"@{like}" + ("()" if examples[0].endswith("()") else "")]
+        name = like.removesuffix("()") if isinstance(like, str) else ""
+        meant, entry = Reference(name, True), gin_internals.find(name) if name else None
+        if entry and _is_class(annotation(entry.function, "return")):  # `@` was forgotten
+            examples = examples if complaint(meant, expected) else [repr(meant)]
         near = difflib.get_close_matches(f"@{like}", examples, n=1, cutoff=0.5)
         prefix = "a function, " if any(map(is_callable, accepted)) else ""
         optional = ["None"] if "None" in phrases else []

@@ -210,9 +210,9 @@ def _statements(text: str, name: str, file: File | None) -> Iterator[Statement]:
 
 def _advice(text: str) -> str:
     """What the value of a binding may mean, if it is no literal."""
-    word = text.partition("=")[2].partition("#")[0].strip().removesuffix("()")
-    if word and gin_internals.find(word):
-        return f"did you mean @{word}()?"
+    word = text.partition("=")[2].partition("#")[0].strip()
+    if (name := word.removesuffix("()")) and (entry := gin_internals.find(name)):
+        return f"did you mean @{word if entry.passed else f'{name}()'}?"
     return "put quotes around a string, % before a macro, @ before a function"
 
 

@@ -28,6 +28,10 @@ _SAMPLE = 2**16  # bytes at a file's ends that its identity depends on
 _AT_ONCE = 1000  # documents
 _INSTALL = "pip install 'research_dp[text]'"
 _OF_MANY = (".jsonl", ".ndjson", ".parquet", ".arrow")  # files of several documents
+_ONE = (
+    "is one document, and splits 'train' and 'test' need one each. Write one to each line of a "
+    f"file that ends in .jsonl: only {', '.join(_OF_MANY)} have several."
+)
 
 
 @gin.register(module="data")
@@ -67,9 +71,10 @@ def text_data(
     patterns = [files] if isinstance(files, str) else files
     paths = [path for pattern in patterns for path in _matched(pattern)]
     encode = encoder(tokenizer, end)
-    is_one = len(paths) == 1 and not paths[0].name.removesuffix(".gz").endswith(_OF_MANY)
-    if is_one or held_out in (0, 1):
-        raise _no_document(held_out, "a split")
+    if held_out in (0, 1):
+        raise _no_document(held_out, "train" if held_out else "test", "a share between 0 and 1")
+    if len(paths) == 1 and not paths[0].name.removesuffix(".gz").endswith(_OF_MANY):
+        raise binding_error("text_data.files", f" = {files!r} {_ONE}")
 
     def rows(test: bool) -> Iterator[types.Arrays]:
         texts = (text for path in paths for text in documents(path, key))
@@ -127,14 +132,11 @@ def _some(texts: Iterable[str], held_out: float, split: str) -> Iterator[str]:
         found = found or bool(text)
         yield text
     if not found:
-        raise _no_document(held_out, f"split {split!r}")
+        raise _no_document(held_out, split, "more documents, or a share nearer to 0.5")
 
 
-def _no_document(held_out: float, where: str) -> UsageError:
-    problem = (
-        f" = {held_out} leaves {where} without a document. It needs one in 'train' and one in "
-        "'test'. A file of text is one document; write one document to a line of a .jsonl file."
-    )
+def _no_document(held_out: float, split: str, advice: str) -> UsageError:
+    problem = f" = {held_out} leaves split {split!r} without a document. Give {advice}."
     return binding_error("text_data.held_out", problem)
 
 

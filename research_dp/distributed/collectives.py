@@ -135,11 +135,7 @@ _EVERY = re.compile(r"\b(in|but)_every_([1-9]\d*)_steps\b")
 
 @checked
 def every(
-    steps: Count,
-    step: Any,
-    then: Callable[..., Any],
-    otherwise: Callable[..., Any],
-    *operands: Any,
+    steps: Count, step: Any, then: Callable[..., Any], otherwise: Callable[..., Any], *operands: Any
 ) -> Any:
     """A `lax.cond` that is true every so many steps: bytes of each branch count with its share.
 

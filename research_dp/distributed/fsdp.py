@@ -169,9 +169,7 @@ def init_sharded(init: Callable[..., PyTree], mesh: Mesh | AbstractMesh, *args: 
 
 
 def gather_shards(
-    shards: Sequence[tuple[jax.Array, int]],
-    options: GatherOptions,
-    rows: jax.Array | None,
+    shards: Sequence[tuple[jax.Array, int]], options: GatherOptions, rows: jax.Array | None
 ) -> Sequence[jax.Array]:
     """The full arrays of shards, each given with the dim that is cut, for `gather_params`."""
     if rows is not None:

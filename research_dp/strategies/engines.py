@@ -118,10 +118,7 @@ def _of_replicas(config: StrategyConfig, program: Program, evaluate: Any) -> Str
 
 
 def _in_rounds(
-    train_step: Any,
-    programs: Mapping[Any, OuterProgram],
-    outer: Any,
-    in_turn: Callable[[Any], Any],
+    train_step: Any, programs: Mapping[Any, OuterProgram], outer: Any, in_turn: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     """A training step by which replicas meet too, where a round has it so.
 

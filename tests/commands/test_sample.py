@@ -81,10 +81,11 @@ def test_a_tokenizer_of_the_folder_is_used(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("bound", "found"), [("'a/b.json'", "a/b.json"), ("%PATH", None), ("None", None)]
+    ("bound", "found"),
+    [("'a/b.json'", "a/b.json"), ("%PATH", "a"), ("%NONE", None), ("%LOOP", None), ("None", None)],
 )
 def test_a_run_says_which_tokenizer_its_text_has(bound, found, tmp_path):
-    lines = f"PATH = 'a'\nimport no_such_module\ntext_data.tokenizer = {bound}\n"
+    lines = f"PATH = 'a'\nLOOP = %LOOP\nimport no_such_module\ntext_data.tokenizer = {bound}\n"
     (tmp_path / "config.gin").write_text(lines)
     assert of_run(tmp_path) == found
     assert of_run(tmp_path / "none") is None

@@ -95,6 +95,7 @@ def test_one_loss_that_differs_by_a_bit_is_not_the_same_bits(tmp_path):
 def test_numbers_that_differ_are_printed_so():
     said = "they differ in the evaluation at step 60: loss 0.5 and "
     assert str(Figure("loss", None, 60, 0.5, 0.5004)) == f"{said}0.5004"
+    assert str(Figure("loss", None, 60, 0.5, 0.5 + 2**-25)) == f"{said}0.50000003"
     assert str(Figure("loss", None, 60, 0.5, 0.5 + 2**-40)) == f"{said}0.50000000000090949"
 
 

@@ -163,11 +163,11 @@ def test_a_run_trains_on_own_text(tmp_path):
     assert found["step"] == 4 and found["data"]["name"].startswith("packed_text/")
 
 
-@pytest.mark.parametrize("held_out", [0.0, 0.05, 1.0])
-def test_one_file_of_text_is_refused_before_it_is_read(held_out, tmp_path):
-    (tmp_path / "a.txt").write_text("One\ntwo")
-    with pytest.raises(UsageError, match=r"text_data.held_out = .* leaves a split without"):
-        text_data(files=str(tmp_path / "a.txt"), held_out=held_out)
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.txt.gz", "jsonl"])
+def test_one_file_of_text_is_refused_before_it_is_read(name, tmp_path):
+    (tmp_path / name).write_text("One\ntwo")
+    with pytest.raises(UsageError, match=rf"text_data.files = .*{name}' is one document.* .jsonl"):
+        text_data(files=str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,6 @@ def test_a_split_without_a_text_is_named(texts, held_out, split, tmp_path):
 
 def test_both_splits_need_a_share_of_many_documents(tmp_path):
     path = written(tmp_path / "in", TEXTS, "jsonl")
-    for held_out in (0.0, 1.0):
-        with pytest.raises(UsageError, match="leaves a split without a document"):
+    for held_out, split in {0.0: "test", 1.0: "train"}.items():
+        with pytest.raises(UsageError, match=f"leaves split '{split}' without a document"):
             text_data(files=str(path), held_out=held_out)
