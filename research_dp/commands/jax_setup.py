@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from research_dp.distributed.mesh import jax_internals
 from research_dp.errors import UsageError, first_line, users_line
@@ -97,10 +98,12 @@ def without_compilation_cache() -> Iterator[None]:
     name = "jax_enable_compilation_cache"
     before = jax.config.values[name]
     jax.config.update(name, False)
+    compilation_cache.reset_cache()  # JAX asks once in a process whether there is a cache
     try:
         yield
     finally:
         jax.config.update(name, before)
+        compilation_cache.reset_cache()
 
 
 def quieten_tensorflow() -> None:

@@ -8,6 +8,7 @@ import sys
 import jax
 import pytest
 from jax._src import hardware_utils
+from jax.experimental.compilation_cache import compilation_cache
 
 from research_dp.commands import jax_setup
 from tests.support.repository import ROOT
@@ -32,10 +33,12 @@ def initialize():
 @pytest.fixture
 def settings():
     names = ("jax_platforms", "jax_compilation_cache_dir", "jax_enable_compilation_cache")
+    names += ("jax_persistent_cache_min_compile_time_secs",)
     before = {name: jax.config.values[name] for name in names}
     yield jax.config
     for name, value in before.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def test_plugins_for_devices_that_are_not_there_are_left_alone(tmp_path):
@@ -125,9 +128,23 @@ def test_a_cache_that_cannot_be_written_is_told_and_not_used(settings, tmp_path)
     assert not settings.values["jax_enable_compilation_cache"]
 
 
-def test_a_plan_leaves_the_cache_as_it_was(settings):
+def test_a_plan_keeps_no_program_whatever_was_compiled_before_and_after_it(settings, tmp_path):
+    """JAX asks once in a process whether there is a cache: a plan may be the first to compile."""
+    settings.update("jax_compilation_cache_dir", str(tmp_path))
+    settings.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+    def kept_of(factor):
+        before = len(list(tmp_path.iterdir()))
+        jax.jit(lambda x: x * factor).lower(1.0).compile()
+        return len(list(tmp_path.iterdir())) - before
+
     for enabled in (True, False):
         settings.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
         with jax_setup.without_compilation_cache():
             assert not settings.values["jax_enable_compilation_cache"]
+            assert kept_of(2 + enabled) == 0
+        assert kept_of(4 + enabled) == enabled
+        with jax_setup.without_compilation_cache():
+            assert kept_of(6 + enabled) == 0
         assert settings.values["jax_enable_compilation_cache"] == enabled
