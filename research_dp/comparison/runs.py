@@ -208,9 +208,10 @@ def read_run(name: str, folder: Path) -> Run:
     elif not written:
         unknown.append(f"{name}: it has no {files.FACTS}, as runs of earlier versions.")
     # That of an earlier end is not of a run that was continued.
-    summary: dict[str, Any] = {}
+    summary: Mapping[str, Any] = {}
     with contextlib.suppress(OSError):
-        summary = _known(read_summary(folder)) if status.state == "done" else {}
+        summary = read_summary(folder) if status.state == "done" else {}
+    summary = {k: x for k, x in summary.items() if k in _SUMMARY and fits(x, _SUMMARY[k])}
     wire = None
     try:
         wire = _wire(read_program(folder), tuple(facts["mesh"].items())) if facts else None
@@ -229,11 +230,6 @@ def read_run(name: str, folder: Path) -> Run:
 
 # What a damaged program, or one that does not fit its mesh, raises.
 _UNREADABLE = (OSError, EOFError, LookupError, NotImplementedError, ValueError, zlib.error)
-
-
-def _known(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What a comparison uses, where it has its type."""
-    return {k: x for k, x in summary.items() if k in _SUMMARY and fits(x, _SUMMARY[k])}
 
 
 @functools.lru_cache(maxsize=64)  # the runs of a sweep share programs

@@ -115,14 +115,6 @@ def line_of(error: BaseException) -> str:
     return f"{own.filename}:{own.lineno} ({own.name})" if own else "an unknown line"
 
 
-def is_elementwise(equation: JaxprEqn) -> bool:
-    """Whether each element of the results depends on the same element of each operand only."""
-    avals: list[Any] = [v.aval for v in equation.invars]
-    results: list[Any] = [v.aval for v in equation.outvars]
-    widest = max((x.shape for x in avals), key=len, default=None)
-    return {x.shape for x in results} == {widest} and maps_scalars(equation)
-
-
 def mixing_operation(program: ClosedJaxpr) -> str | None:
     """The first operation of a program that mixes the elements of an array; None: none does.
 
@@ -155,17 +147,18 @@ def operations(program: ClosedJaxpr) -> list[tuple[Any, ...]]:
     return [one(e) for e, _ in walk(program.jaxpr) if e.primitive.name not in _RESHAPES]
 
 
-def maps_scalars(equation: JaxprEqn) -> bool:
+def is_elementwise(equation: JaxprEqn) -> bool:
     """Whether it is a function of scalars, applied to all elements: dims of length 1 may repeat."""
     avals: list[Any] = [v.aval for v in equation.invars]
-    operands = tuple((x.ndim, x.dtype) for x in avals)
     results: list[Any] = [v.aval for v in equation.outvars]
+    widest = max((x.shape for x in avals), key=len, default=None)
     is_drawn = equation.effects or equation.primitive.name == "rng_uniform"
-    if is_drawn or len({x.shape for x in results}) != 1:
+    if is_drawn or {x.shape for x in results} != {widest}:
         return False
     if any(x.ndim not in (0, results[0].ndim) for x in avals):
         return False
     try:
+        operands = tuple((x.ndim, x.dtype) for x in avals)
         return _maps_scalars(equation.primitive, tuple(equation.params.items()), operands)
     except TypeError:  # an unhashable parameter; no elementwise primitive has one
         return False

@@ -141,7 +141,7 @@ def order_dependence(strategy: Strategy, placed: PlacedBatch) -> Finding | None:
         for aside in (_STEP_ASIDE, 0.0):  # where a loss is not finite beside its start
             state = _new_state(strategy, aside)
             first = strategy.eval_step(state, batch)
-            if _is_finite(first):
+            if all(np.isfinite(np.asarray(x)).all() for x in first.values()):
                 break
         second = strategy.eval_step(state, other)
         half = functools.partial(_half, strategy, lambda: state, batch)
@@ -255,10 +255,6 @@ def _rounding(strategy: Strategy) -> float:
     examples = math.sqrt(strategy.spec.batch_size)
     parts = (float(jnp.finfo(d).eps) / (1 if is_sum else examples) for d, is_sum in found)
     return max(_ROUNDING, *parts)
-
-
-def _is_finite(metrics: Metrics) -> bool:
-    return all(np.isfinite(np.asarray(x)).all() for x in metrics.values())
 
 
 def _differences(

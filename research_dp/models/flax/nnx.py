@@ -99,7 +99,8 @@ def _functions(
             with calls.clear_errors(call.name, train=train), nnx.use_eager_sharding(False):
                 y = module(*given.args, **given.kwargs)
             many = None if streams else x
-            found = {kind: calls.numbers_sown(_sown(module, kind), many) for kind in sown}
+            popped = {kind: nnx.to_pure_dict(nnx.pop(module, _sown_type(kind))) for kind in sown}
+            found = {kind: calls.numbers_sown(values, many) for kind, values in popped.items()}
             return y, {**(nnx_variables(module)[1] if train else model_state), **found}
 
         return calls.called(one, x, keys, batch_axes, train=train, draws=bool(streams))
@@ -192,11 +193,6 @@ def _by_text(state: Any) -> PyTree:
 
 def _sown_type(kind: str) -> type[nnx.Variable[Any]]:
     return nnx.variable_type_from_name(kind, allow_register=True)
-
-
-def _sown(module: nnx.Module, kind: str) -> PyTree:
-    """What a call has sown into a collection, which the module then has no more."""
-    return nnx.to_pure_dict(nnx.pop(module, _sown_type(kind)))
 
 
 def _filled(
