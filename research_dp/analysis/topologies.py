@@ -157,7 +157,7 @@ def of(devices: Sequence[jax.Device]) -> Topology:
 
 
 def _described(name: str, chip: Chip, layout: str, options: dict[str, Any]) -> Topology:
-    """Asks an installed compiler for devices; sets what it needs before JAX starts it."""
+    """Asks an installed compiler for devices; the caller has started this machine's, or none."""
     for variable, setting in _ENVIRONMENT.items():
         os.environ.setdefault(variable, setting)
     plugins = _PLUGINS[chip.platform]
@@ -174,10 +174,6 @@ def _described(name: str, chip: Chip, layout: str, options: dict[str, Any]) -> T
             f"topology {name!r} needs a compiler that is not installed ({missing}): "
             f"pip install -c constraints.txt -e '.[plan-{chip.platform}]'"
         )
-    if not os.environ.get("JAX_PLATFORMS"):
-        # This process's arrays stay on its CPU: a plugin that looks for absent devices fails. After
-        # JAX's start this has no effect, and is not needed.
-        jax.config.update("jax_platforms", "cpu")
     plugin = "cuda" if chip.platform == "gpu" else chip.platform
     try:
         description = jax_topologies.get_topology_desc(layout, plugin, **options)

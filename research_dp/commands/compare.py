@@ -144,7 +144,9 @@ def command(
     of_session = ("gin_files", "bindings", "imports", "allow_unused")
     with session(**{name: options.pop(name) for name in of_session if name in options}) as run:
         names = options.pop("strategies", "").split(",")
-        comparing = _Comparing(run, options.pop("runs", ()), names, vary, **options)
+        comparing = _Comparing(
+            run, options.pop("runs", ()), names, vary, is_shared=False, **options
+        )
         comparing.check(dry_run=dry_run)
         if dry_run:
             return sweep.show_all(run, comparing.members())
@@ -177,6 +179,7 @@ class _Comparing:
     topology: str | None = None
     bound: int | None = None
     cpu_devices: int | None = None
+    is_shared: bool = True  # see `find_topology`
 
     def check(self, *, dry_run: bool = False) -> None:
         """Refuses options that do not go together."""
@@ -309,7 +312,8 @@ class _Comparing:
         """The comparison with a plan of each run for some devices, and its times by link speed."""
         # Training on a split CPU does not keep steps from being planned for other devices.
         is_here = name == "here" or name.startswith("cpu:")
-        where = find_topology(name, self.cpu_devices if is_here else None, measure=False)
+        cpu_devices = self.cpu_devices if is_here else None
+        where = find_topology(name, cpu_devices, is_shared=self.is_shared)
         own = 8 * link_rate(where)
         rates = sorted({*_LINK_RATES, own})
         rows: dict[str, Row] = {}

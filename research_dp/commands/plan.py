@@ -34,7 +34,7 @@ from research_dp.commands.configured import (
 from research_dp.commands.plan_candidates import Candidate
 from research_dp.config.load import Config
 from research_dp.console import Progress, Report, put
-from research_dp.errors import UsageError, message_of
+from research_dp.errors import UsageError, first_line, message_of
 from research_dp.planning import estimate
 from research_dp.planning import report as report_words
 from research_dp.planning.limits import Budget
@@ -108,7 +108,7 @@ def command(*, json_file: str | None = None, verbose: bool = False, **options: A
         verbose: Print all figures, and the collectives.
         **options: Those of `plan`.
     """
-    result = _plan(options, put, json_file=json_file, verbose=verbose)
+    result = _plan(options, put, json_file=json_file, verbose=verbose, is_shared=False)
     exceeded = result.pop("exceeded")
     if json_file:
         write_output("json_file", json_file, result)
@@ -124,6 +124,7 @@ def _plan(
     *,
     json_file: str | None = None,
     verbose: bool = False,
+    is_shared: bool = True,
 ) -> dict[str, Any]:
     """`plan` of the parameters that are given; shows tables as soon as they are known.
 
@@ -143,7 +144,9 @@ def _plan(
         check_outputs(json_file=json_file, html_file=asked.html_file)
         candidates = plan_candidates.of(names.split(","))
         strict = plan_candidates.check(run, candidates)
-        where = find_topology(asked.topology, asked.cpu_devices, asked.measure)
+        where = find_topology(
+            asked.topology, asked.cpu_devices, measure=asked.measure, is_shared=is_shared
+        )
         sizes = sizes_of(where, asked.sizes)
         dump = None if asked.dump_hlo is None else Path(asked.dump_hlo).expanduser()
         if dump:
@@ -292,8 +295,15 @@ class _Planner:
         )
 
 
-def find_topology(name: str, cpu_devices: int | None, measure: bool) -> Topology:
-    """The devices of `--topology`, for which JAX is set up."""
+def find_topology(
+    name: str, cpu_devices: int | None, *, measure: bool = False, is_shared: bool
+) -> Topology:
+    """The devices of `--topology`, for which JAX is set up.
+
+    For absent ones, a command leaves accelerators to the runs that may be using them. A script or
+    notebook may train afterwards (`is_shared`): there this machine's devices are started first.
+    """
+    topologies.check_name(name)
     simulated = re.fullmatch(r"cpu:(\d+)", name)
     if simulated or name == "here":
         count = int(simulated[1]) if simulated else 0
@@ -302,6 +312,15 @@ def find_topology(name: str, cpu_devices: int | None, measure: bool) -> Topology
         raise UsageError("--cpu_devices splits this machine's CPU: use it with --topology=here.")
     elif measure:
         raise UsageError("--measure needs devices that are present: --topology=here, or cpu:N.")
+    elif is_shared:
+        jax_setup.set_up_devices(None)
+        try:
+            jax.devices()  # before variables are set that compilers for absent devices need
+        except RuntimeError as error:
+            problem = f"this machine's devices cannot be started: {first_line(error)}"
+            raise UsageError(f"{problem} JAX_PLATFORMS=cpu leaves them alone.") from error
+    elif not os.environ.get("JAX_PLATFORMS"):  # JAX itself names the TPU of a TPU's machine
+        jax.config.update("jax_platforms", "cpu")
     return topologies.of(jax.devices()) if name == "here" else topologies.topology(name)
 
 

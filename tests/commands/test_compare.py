@@ -8,6 +8,7 @@ import time
 import pytest
 
 import research_dp
+from research_dp.commands import compare as compare_command
 from research_dp.commands import main as command_line
 from research_dp.commands import sweep
 from research_dp.training import trainer
@@ -327,3 +328,16 @@ def test_a_plan_or_a_bound_that_fails_loses_no_comparison(command, planted):
     assert done.returncode == 1
     assert "The bound of rounding could not be measured: " in said and "one_group" in said
     assert "Nothing could be planned for cpu:9: topology 'cpu:9': 4 CPU devices" in said
+
+
+def test_a_comparison_by_a_script_leaves_its_devices_for_training(monkeypatch):
+    """As a plan does: `find_topology` is told who asks."""
+
+    def result(self, html_file):
+        raise research_dp.UsageError(f"shared: {self.is_shared}")
+
+    monkeypatch.setattr(compare_command._Comparing, "result", result)
+    with pytest.raises(research_dp.UsageError, match="shared: True"):
+        research_dp.compare(["a", "b"], topology="h100:1x8")
+    with pytest.raises(research_dp.UsageError, match="shared: False"):
+        compare_command.command(runs=["a", "b"], topology="h100:1x8")

@@ -7,8 +7,9 @@ import types
 import jax
 import pytest
 
+from research_dp.analysis import topologies
 from research_dp.analysis.topologies import Topology, topology
-from research_dp.commands import cli, configured, failures, plan_candidates
+from research_dp.commands import cli, configured, failures, jax_setup, plan_candidates
 from research_dp.commands import plan as plan_command
 from research_dp.distributed.mesh import chips
 from research_dp.errors import UsageError
@@ -36,6 +37,62 @@ def plan(*flags):
     """The exit status of the command, run in this process."""
     with configured.speaking_flags():
         return plan_command.command(**cli.parse("plan", flags))
+
+
+@pytest.mark.parametrize(
+    ("by", "platforms", "named", "has_accelerators", "then"),
+    [
+        ("script", None, "", True, None),
+        ("script", None, "", False, "cpu"),  # compilers that look for absent devices complain
+        ("script", "tpu,cpu", "", True, "tpu,cpu"),  # JAX itself names the TPU of a TPU's machine
+        ("command", None, "", True, "cpu"),
+        ("command", "tpu,cpu", "", True, "cpu"),
+        ("command", "cuda", "cuda", True, "cuda"),
+    ],
+)
+def test_accelerators_are_started_where_a_script_may_train_on_them_after_a_plan(
+    by, platforms, named, has_accelerators, then, planning
+):
+    started = planning(platforms, named, has_accelerators)
+    with pytest.raises(UsageError, match="asked for h100:1x8"):
+        if by == "script":
+            plan_command.plan(["runs/digits.gin", "models/mlp.gin"], topology="h100:1x8")
+        else:
+            plan(*WITH_MLP, "--topology=h100:1x8")
+    assert jax.config.values["jax_platforms"] == then
+    assert started == (["devices"] if by == "script" else [])
+
+
+def test_devices_that_another_process_holds_are_a_mistake_with_advice(planning, monkeypatch):
+    planning(None, "", has_accelerators=True)
+
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'tpu': ABORTED: in use.\nmore")
+
+    monkeypatch.setattr(plan_command.jax, "devices", devices)
+    with pytest.raises(UsageError) as told:
+        plan_command.plan(["runs/digits.gin", "models/mlp.gin"], topology="h100:1x8")
+    assert str(told.value).endswith("ABORTED: in use. JAX_PLATFORMS=cpu leaves them alone.")
+
+
+@pytest.fixture
+def planning(monkeypatch, capsys):
+    """Prepares a plan that ends where a compiler is asked; returns what it starts before."""
+    started, before = [], jax.config.values["jax_platforms"]
+
+    def refuse(name):
+        raise UsageError(f"asked for {name}")
+
+    def prepare(platforms, named, has_accelerators):
+        monkeypatch.setattr(jax_setup, "_may_have_accelerators", lambda: has_accelerators)
+        monkeypatch.setattr(plan_command.jax, "devices", lambda: started.append("devices"))
+        monkeypatch.setattr(topologies, "topology", refuse)
+        monkeypatch.setenv("JAX_PLATFORMS", named)
+        jax.config.update("jax_platforms", platforms)
+        return started
+
+    yield prepare
+    jax.config.update("jax_platforms", before)
 
 
 def row(name, *, needed=10e9, state=5e9, step=0.1, **others):
