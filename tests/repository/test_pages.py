@@ -27,7 +27,8 @@ EXHAUSTIVE = {
     f"docs/{name}.md"
     for name in (
         *("api_nnx", "compare", "compressed", "configuration", "determinism", "fine_tune"),
-        *("low_communication", "own_data", "own_optimizer", "spot_the_bug", "strategies"),
+        *("low_communication", "own_data", "own_optimizer", "own_strategy", "own_text"),
+        *("spot_the_bug", "strategies"),
     )
 }
 # What a page's code must have reached at its end.
